@@ -1,0 +1,157 @@
+"""How an engine is set up. `EngineConfig` is what the user says, `ResolvedConfig` what it came to: every "auto"
+is decided once, in `EngineConfig.resolve`."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxoverlap.errors import ConfigError, UnsupportedError
+from jaxoverlap.request import RequestLimits
+from jaxoverlap.scheduler.scheduler import SchedulerConfig
+
+ATTENTION = ("auto", "xla", "triton", "mosaic")
+DTYPES = ("auto", "float32", "bfloat16")
+MAX_PREFILL_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of an engine; all have defaults that work.
+
+    Attributes:
+      model: a folder with safetensors, a ``.gguf`` file or a Hugging Face hub id. None is the embedded default,
+        SmolLM2-135M-Instruct.
+      dtype: of weights, activations and KV pages. "auto" is float32 on a CPU, bfloat16 on a GPU.
+      max_model_len: longest prompt + outputs in tokens; None is the model's own.
+      max_running: requests that decode together at most; None is 32 on a CPU, 256 on a GPU.
+      max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
+        2048 on a GPU.
+      page_size: tokens in a KV page.
+      num_pages: KV pages; None takes what `kv_memory_gib` holds.
+      kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
+        `gpu_memory_fraction` of the device less what is taken once the weights are loaded.
+      gpu_memory_fraction: in (0, 1].
+      lookahead: launched steps whose results may stay unread; 0 is serial, 1 hides the host's time.
+      attention: "auto", "xla", "triton" or "mosaic".
+      compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
+
+    Raises:
+      ConfigError: a value of the wrong type or out of range.
+      UnsupportedError: an attention implementation that this build does not have.
+    """
+
+    model: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    max_model_len: int | None = None
+    max_running: int | None = None
+    max_batched_tokens: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory_gib: float | None = None
+    gpu_memory_fraction: float = 0.9
+    lookahead: int = 1
+    attention: Literal["auto", "xla", "triton", "mosaic"] = "auto"
+    compile_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("attention", self.attention, ATTENTION)
+        if self.attention in ("triton", "mosaic"):
+            raise UnsupportedError(f"attention: {self.attention!r} is not in this build; use 'auto' or 'xla'")
+        for name, low, high in (
+            ("max_model_len", 2, 2**24),
+            ("max_running", 1, 65_536),
+            ("max_batched_tokens", 1, 2**20),
+            ("num_pages", 1, 2**30),
+        ):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low, high)
+        _check_int("page_size", self.page_size, 1, 1024)
+        _check_int("lookahead", self.lookahead, 0, 64)
+        _check_fraction("gpu_memory_fraction", self.gpu_memory_fraction, 1.0)
+        if self.kv_memory_gib is not None:
+            _check_fraction("kv_memory_gib", self.kv_memory_gib, 1e6)
+
+    def resolve(
+        self, *, platform: str, vocab_size: int, model_len: int, page_bytes: int, kv_memory_bytes: int
+    ) -> ResolvedConfig:
+        """Decides every "auto".
+
+        Args:
+          platform: "cpu" or "gpu".
+          vocab_size, model_len: the model's.
+          page_bytes: of one page over all layers, K and V.
+          kv_memory_bytes: what the KV pool may take, unless `num_pages` says it.
+        """
+        on_cpu = platform == "cpu"
+        if self.max_model_len is not None and self.max_model_len > model_len:
+            raise ConfigError(f"max_model_len: {self.max_model_len} is not allowed; the model's context is {model_len}")
+        max_model_len = self.max_model_len or model_len
+        max_running = self.max_running or (32 if on_cpu else 256)
+        # More pages than every row at its longest can fill are of no use.
+        useful = max_running * -(-max_model_len // self.page_size)
+        num_pages = self.num_pages or min(int(kv_memory_bytes // page_bytes), useful)
+        if num_pages < 1:
+            raise ConfigError(
+                f"no room for KV pages: one takes {page_bytes} bytes and {kv_memory_bytes} are left; "
+                "raise kv_memory_gib or gpu_memory_fraction, or take a smaller model"
+            )
+        limits = RequestLimits(vocab_size, max_model_len, self.page_size, num_pages)
+        return ResolvedConfig(
+            scheduler=SchedulerConfig(
+                limits=limits,
+                max_running=max_running,
+                max_batched_tokens=min(self.max_batched_tokens or (512 if on_cpu else 2048), max_model_len * max_running),
+                max_prefill_rows=min(MAX_PREFILL_ROWS, max_running),
+            ),
+            lookahead=self.lookahead,
+            attention="xla",
+            kv_bytes=num_pages * page_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig:
+    """An engine's settings with nothing left to decide."""
+
+    scheduler: SchedulerConfig
+    lookahead: int
+    attention: str
+    kv_bytes: int
+
+    @property
+    def shortfall(self) -> str | None:
+        """What to change when the pool can't hold one request of the model's full length, else None."""
+        limits = self.scheduler.limits
+        held = limits.num_pages * limits.page_size
+        if held >= limits.max_model_len - 1:
+            return None
+        return (
+            f"the KV pool holds {held} tokens, fewer than one request of max_model_len {limits.max_model_len}; longer "
+            "requests will be refused. Raise kv_memory_gib (or num_pages), or lower max_model_len"
+        )
+
+    def describe(self) -> str:
+        limits = self.scheduler.limits
+        return (
+            f"KV pool: {limits.num_pages} pages of {limits.page_size} tokens = {limits.num_pages * limits.page_size} "
+            f"tokens, {self.kv_bytes / 2**30:.2f} GiB; up to {self.scheduler.max_running} requests of up to "
+            f"{limits.max_model_len} tokens; attention: {self.attention}; lookahead: {self.lookahead}"
+        )
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{name}: {value!r} is not allowed; use one of {', '.join(allowed)}")
+
+
+def _check_int(name: str, value: Any, low: int, high: int) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name}: {value!r} is not allowed; use an integer from {low} to {high}")
+
+
+def _check_fraction(name: str, value: Any, high: float) -> None:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < value <= high:
+        raise ConfigError(f"{name}: {value!r} is not allowed; use a number above 0, at most {high:g}")

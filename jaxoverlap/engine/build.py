@@ -1,0 +1,62 @@
+"""From settings to a running engine: the model, the memory, the device, the warm-up."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import jax
+
+from jaxoverlap.config import EngineConfig, ResolvedConfig
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.model.config import ModelConfig
+from jaxoverlap.model.loading import load_model, resolve_dtype
+from jaxoverlap.runtime import compile_cache
+from jaxoverlap.runtime.memory import kv_memory_bytes
+from jaxoverlap.runtime.runner import DeviceRunner, Progress
+from jaxoverlap.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """An engine that is ready: nothing compiles any more."""
+
+    engine: Engine
+    runner: DeviceRunner
+    tokenizer: Tokenizer
+    model_config: ModelConfig
+    resolved: ResolvedConfig
+
+
+def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count: shapes) -> BuiltEngine:
+    """Loads the model, sizes the KV pool and compiles every step.
+
+    Raises:
+      ModelError: the model can't be used.
+      ConfigError: the settings don't fit the model or the device.
+    """
+    compile_cache.enable(config.compile_cache)
+    device = jax.devices()[0]
+    dtype = resolve_dtype(config.dtype, device.platform)
+    model = load_model(config.model, dtype)
+    weights = jax.device_put(model.weights, device)
+    shape = model.config
+    page_bytes = 2 * shape.num_layers * config.page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    resolved = config.resolve(
+        platform=device.platform,
+        vocab_size=shape.vocab_size,
+        model_len=shape.max_position_embeddings,
+        page_bytes=page_bytes,
+        kv_memory_bytes=kv_memory_bytes(config, device),
+    )
+    logger.info("%s on %s: %s", dtype.name, device, resolved.describe())
+    if resolved.shortfall:
+        logger.warning(resolved.shortfall)
+    runner = DeviceRunner(shape, weights, resolved.scheduler, dtype=dtype, attention=resolved.attention, device=device)
+    runner.warm_up(progress)
+    engine = Engine(
+        resolved.scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=shape.eos_token_ids
+    )
+    return BuiltEngine(engine, runner, model.tokenizer, shape, resolved)

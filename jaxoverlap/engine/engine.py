@@ -1,0 +1,95 @@
+"""The engine: the door where requests are checked, and the loop that runs them. One thread uses it at a time."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxoverlap.engine.loop import OverlapLoop
+from jaxoverlap.errors import EngineError
+from jaxoverlap.request import Request, SamplingParams
+from jaxoverlap.runtime.result_queue import Runner
+from jaxoverlap.scheduler.plan import StepOutput
+from jaxoverlap.scheduler.scheduler import Scheduler, SchedulerConfig
+
+
+class Engine:
+    """Token ids in, token ids out.
+
+    Attributes:
+      limits: what a request may be.
+      eos_token_ids: the model's own end-of-sequence ids.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, runner: Runner, *, lookahead: int, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        self.limits = config.limits
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.loop = OverlapLoop(Scheduler(config), runner, lookahead)
+        self._request_ids = itertools.count()
+        self._failure: EngineError | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self.loop.has_work
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def check(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray:
+        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does."""
+        return self._resolve(prompt_ids, sampling)[0]
+
+    def add(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> Request:
+        """Checks a request and queues it. From here on it will finish.
+
+        Raises:
+          InvalidRequestError: it can't be served; nothing has changed.
+          EngineError: the engine has failed before.
+        """
+        if self._failure is not None:
+            raise self._failure
+        prompt, max_tokens, stop_ids = self._resolve(prompt_ids, sampling)
+        request = Request(
+            request_id=next(self._request_ids),
+            prompt_ids=prompt,
+            sampling=sampling,
+            max_tokens=max_tokens,
+            stop_ids=stop_ids,
+            seed=secrets.randbits(64) if sampling.seed is None else int(sampling.seed),
+        )
+        self.loop.scheduler.add(request)
+        return request
+
+    def _resolve(
+        self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams
+    ) -> tuple[np.ndarray, int, tuple[int, ...]]:
+        prompt = self.limits.check_prompt(prompt_ids)
+        stop_ids = dict.fromkeys(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= dict.fromkeys(self.eos_token_ids)
+        max_tokens = self.limits.resolve_max_tokens(len(prompt), sampling.max_tokens)
+        return prompt, max_tokens, self.limits.check_stop_ids(tuple(stop_ids))
+
+    def abort(self, request: Request) -> bool:
+        """Ends a request; its terminal event comes with the next `step`. False when it had finished."""
+        return self.loop.scheduler.abort(request.request_id)
+
+    def step(self) -> StepOutput:
+        """One turn of the loop.
+
+        Raises:
+          EngineError: the device or the engine failed. Everything in flight is lost and the engine is dead.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self.loop.turn()
+        except Exception as error:
+            self._failure = EngineError(f"the engine failed and must be restarted: {type(error).__name__}: {error}")
+            raise self._failure from error

@@ -1,0 +1,339 @@
+"""The offline API: prompts in, texts out, in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap import display
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine.build import build_engine
+from jaxoverlap.engine.interrupt import interrupt_deferred
+from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError
+from jaxoverlap.request import FinishReason, Request, RequestStatus, SamplingParams
+from jaxoverlap.text.detokenizer import IncrementalDetokenizer
+
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
+"""Text, token ids, or chat messages (``{"role": …, "content": …}``)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestOutput:
+    """What became of one prompt.
+
+    Attributes:
+      prompt: as it was given; prompt_token_ids: what the model saw.
+      text: the outputs as text, without the id that ended them.
+      token_ids: all outputs, the id that ended them included.
+      finish_reason: "eos", "stop_token" or "length" if it ended as asked; "aborted", "error" otherwise.
+      matched_token_id: the id that ended it, for "eos" and "stop_token".
+      seed: the seed in effect; with it, the prompt and the parameters the outputs come out again.
+      error: set when finish_reason is "error".
+      queue_seconds, first_token_seconds, total_seconds: from arrival to admission, to the first token, to the end;
+        None for what did not happen.
+    """
+
+    prompt: Prompt
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    matched_token_id: int | None
+    seed: int
+    error: JaxOverlapError | None
+    queue_seconds: float | None
+    first_token_seconds: float | None
+    total_seconds: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamDelta:
+    """A piece of a streamed answer: concatenated, the pieces are `output.text` and `output.token_ids`.
+
+    Attributes:
+      text: new text; may be empty while a character is incomplete.
+      token_ids: new outputs.
+      output: the whole, with the last piece only.
+    """
+
+    text: str
+    token_ids: list[int]
+    output: RequestOutput | None = None
+
+
+class LLM:
+    """A model, loaded and compiled, and the engine that decodes with it.
+
+    Args:
+      model: see `EngineConfig.model`; None is the embedded SmolLM2-135M-Instruct.
+      progress: show progress on standard error; None shows it on a terminal only.
+      **config: fields of `EngineConfig`.
+
+    Raises:
+      ConfigError, ModelError, UnsupportedError: it can't start; the message says what to change.
+
+    Use it as a context manager, or `close` it. Calls from several threads take turns at the engine.
+    """
+
+    def __init__(self, model: str | None = None, *, progress: bool | None = None, **config: Any) -> None:
+        known = {field.name for field in dataclasses.fields(EngineConfig)}
+        for name, value in config.items():
+            if name not in known:
+                raise ConfigError(f"{name}: {value!r} is not allowed; known settings are {', '.join(sorted(known))}")
+        self._progress = progress
+        self.config = EngineConfig(model=model, **config)
+        warm_up = {"progress": display.track_warm_up} if display.is_wanted(progress) else {}
+        built = build_engine(self.config, **warm_up)
+        self.resolved = built.resolved
+        self.model_config = built.model_config
+        self.tokenizer = built.tokenizer
+        self.runner = built.runner
+        self.engine = built.engine
+        self._lock = threading.RLock()
+        self._waiters: dict[int, deque[Request]] = {}
+        self._closed = False
+
+    # ---------------------------------------------------------------- public
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Decodes prompts together, and returns their outputs in the order of the prompts.
+
+        Args:
+          prompts: one prompt or a list of them.
+          sampling_params: for all, or one for each; None is `SamplingParams()`.
+          progress: overrides the constructor's.
+
+        Raises:
+          InvalidRequestError: a prompt or its parameters can't be served; nothing has been decoded.
+          EngineError: the engine failed.
+          KeyboardInterrupt: Ctrl-C; what was running is aborted and the engine can be used again.
+        """
+        many = prompts if _is_list_of_prompts(prompts) else [prompts]
+        params = _params_for(many, sampling_params)
+        inputs = list(zip(many, params, strict=True))
+        encoded = [self._checked(prompt, one, f"prompts[{index}]") for index, (prompt, one) in enumerate(inputs)]
+        outputs: list[RequestOutput | None] = [None] * len(inputs)
+        shown = display.is_wanted(self._progress if progress is None else progress)
+        with display.generation_bar(len(inputs), shown=shown) as bar:
+            requests = ((index, ids, one) for index, (ids, (_, one)) in enumerate(zip(encoded, inputs, strict=True)))
+            for index, result in self._run(requests, window=None, bar=bar):
+                if isinstance(result, JaxOverlapError):
+                    raise result
+                outputs[index] = self._output(result, many[index])
+        return [output for output in outputs if output is not None]
+
+    def generate_each(
+        self, inputs: Iterable[tuple[Prompt, SamplingParams]], *, window: int | None = None
+    ) -> Iterator[tuple[int, RequestOutput | JaxOverlapError]]:
+        """Decodes any number of prompts with bounded memory: inputs are drawn as room appears, and outputs come as
+        they finish, with the input's index. An input that can't be served yields its error and disturbs nothing.
+
+        Args:
+          inputs: pairs of prompt and parameters, drawn lazily.
+          window: inputs in the engine at once; None is four times `max_running`.
+        """
+        prompts: dict[int, Prompt] = {}
+
+        def encoded() -> Iterator[tuple[int, Any, SamplingParams]]:
+            for index, (prompt, params) in enumerate(inputs):
+                try:
+                    ids = self._encode(prompt)
+                except JaxOverlapError as error:
+                    ids = error
+                prompts[index] = prompt
+                yield index, ids, params
+
+        window = window or 4 * self.resolved.scheduler.max_running
+        with display.generation_bar(None, shown=display.is_wanted(self._progress)) as bar:
+            for index, result in self._run(encoded(), window=window, bar=bar):
+                prompt = prompts.pop(index)
+                yield index, result if isinstance(result, JaxOverlapError) else self._output(result, prompt)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+        """Decodes one prompt and yields pieces as they come. Several streams may be drawn from in turn.
+
+        Leaving the iterator early aborts the request. Raises as `generate`, when called.
+        """
+        params = sampling_params or SamplingParams()
+        ids = self._checked(prompt, params, "prompt")
+        return self._stream(prompt, ids, params)
+
+    def close(self) -> None:
+        """Aborts what runs and lets go of the device's memory. Calling it twice is fine."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._waiters.clear()
+            self.runner.release()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- inside
+
+    def _encode(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if _is_chat(prompt):
+            return self.tokenizer.apply_chat_template(prompt)
+        return prompt  # type: ignore[return-value]
+
+    def _checked(self, prompt: Prompt, params: SamplingParams, where: str) -> np.ndarray:
+        """Token ids of a prompt that will be accepted; names the prompt in the error if it won't."""
+        try:
+            return self.engine.check(self._encode(prompt), params)
+        except InvalidRequestError as error:
+            field = where + error.field.removeprefix("prompt") if error.field.startswith("prompt") else error.field
+            raise InvalidRequestError(field, error.value, error.allowed) from None
+
+    def _stream(self, prompt: Prompt, ids: np.ndarray, params: SamplingParams) -> Iterator[StreamDelta]:
+        mine: deque[Request] = deque()
+        request = self._add(ids, params, mine)
+        detokenizer = IncrementalDetokenizer(
+            self.tokenizer, request.prompt_ids.tolist(), skip_special_tokens=params.skip_special_tokens
+        )
+        seen = 0
+        try:
+            while request.status != RequestStatus.FINISHED:
+                self._step()
+                new = request.output_ids[seen:]
+                seen += len(new)
+                if request.status != RequestStatus.FINISHED:
+                    if new:
+                        yield StreamDelta(detokenizer.add(new), new)
+                    continue
+                text = detokenizer.add(new[:-1] if request.matched_token_id is not None else new)
+                yield StreamDelta(text + detokenizer.finish(), new, self._output(request, prompt))
+        finally:
+            self._abort([request])
+
+    def _run(
+        self, inputs: Iterator[tuple[int, Any, SamplingParams]], *, window: int | None, bar: display.GenerationBar
+    ) -> Iterator[tuple[int, Request | JaxOverlapError]]:
+        """Keeps up to `window` inputs in the engine and yields each one's request when it has finished."""
+        done: deque[Request] = deque()
+        indices: dict[int, tuple[int, Request]] = {}
+        exhausted = False
+        try:
+            while True:
+                while not exhausted and (window is None or len(indices) < window):
+                    item = next(inputs, None)
+                    if item is None:
+                        exhausted = True
+                        break
+                    index, ids, params = item
+                    try:
+                        if isinstance(ids, JaxOverlapError):
+                            raise ids
+                        request = self._add(ids, params, done)
+                    except EngineError:
+                        raise
+                    except JaxOverlapError as error:
+                        yield index, error
+                        continue
+                    indices[request.request_id] = (index, request)
+                if not indices:
+                    return
+                new_tokens = self._step()
+                bar.update(finished=len(done), new_tokens=new_tokens)
+                while done:
+                    request = done.popleft()
+                    index, _ = indices.pop(request.request_id)
+                    yield index, request
+        finally:
+            self._abort([request for _, request in indices.values()])
+
+    def _add(self, ids: Any, params: SamplingParams, waiter: deque[Request]) -> Request:
+        with self._lock:
+            self._check_open()
+            request = self.engine.add(ids, params)
+            self._waiters[request.request_id] = waiter
+            return request
+
+    def _step(self) -> int:
+        """One step of the engine; finished requests go to who waits for them. Returns the number of new tokens."""
+        with self._lock:
+            self._check_open()
+            with interrupt_deferred():
+                output = self.engine.step()
+                for request in output.finished:
+                    waiter = self._waiters.pop(request.request_id, None)
+                    if waiter is not None:
+                        waiter.append(request)
+            return len(output.token_ids)
+
+    def _abort(self, requests: Iterable[Request]) -> None:
+        with self._lock:
+            unfinished = [request for request in requests if request.status != RequestStatus.FINISHED]
+            if self._closed or self.engine.has_failed or not unfinished:
+                return
+            for request in unfinished:
+                self._waiters.pop(request.request_id, None)
+                self.engine.abort(request)
+            while self.engine.has_work and not self._waiters:  # nobody else would bring the pages home
+                self.engine.step()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineError("this LLM is closed")
+
+    def _output(self, request: Request, prompt: Prompt) -> RequestOutput:
+        shown = request.output_ids[:-1] if request.matched_token_id is not None else request.output_ids
+        assert request.finish_reason is not None and request.arrival_time is not None
+        start = request.arrival_time
+        return RequestOutput(
+            prompt=prompt,
+            prompt_token_ids=request.prompt_ids.tolist(),
+            text=self.tokenizer.decode(shown, skip_special_tokens=request.sampling.skip_special_tokens),
+            token_ids=list(request.output_ids),
+            finish_reason=request.finish_reason,
+            matched_token_id=request.matched_token_id,
+            seed=request.seed,
+            error=request.error,
+            queue_seconds=_since(start, request.admit_time),
+            first_token_seconds=_since(start, request.first_token_time),
+            total_seconds=_since(start, request.finish_time),
+        )
+
+
+def _since(start: float, moment: float | None) -> float | None:
+    return None if moment is None else moment - start
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _is_list_of_prompts(prompts: Any) -> bool:
+    """A list of texts, of lists of ids or of chats; not a text, a list of ids or a chat."""
+    if isinstance(prompts, str | np.ndarray) or not isinstance(prompts, Sequence):
+        return False
+    return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
+
+
+def _params_for(
+    prompts: Sequence[Any], given: SamplingParams | Sequence[SamplingParams] | None
+) -> Sequence[SamplingParams]:
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * len(prompts)
+    if len(given) != len(prompts):
+        raise InvalidRequestError(
+            "sampling_params", f"{len(given)} of them", f"use one for all, or one for each of the {len(prompts)} prompts"
+        )
+    return given

@@ -1,0 +1,29 @@
+"""JAX's persistent compilation cache, so that the second start is quick."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+
+def default_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxoverlap" / "xla"
+
+
+def enable(folder: str | None) -> Path | None:
+    """Turns the cache on in `folder` (None: the user's cache folder, "off": leaves it alone).
+
+    A cache that JAX was already told to use (``JAX_COMPILATION_CACHE_DIR``) is kept.
+    """
+    if folder == "off":
+        return None
+    path = Path(folder or jax.config.jax_compilation_cache_dir or default_folder())
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    # By default entries that took under a second are not kept, and small steps take less.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    return path

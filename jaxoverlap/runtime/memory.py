@@ -1,0 +1,38 @@
+"""How much memory the KV pool may take on a device, once the weights are there."""
+
+from __future__ import annotations
+
+import jax
+import psutil
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.errors import ConfigError
+
+CPU_BUDGET_BYTES = 2 << 30
+CPU_SHARE = 0.25
+"""Of the memory that is free, at most this much is taken without being asked."""
+
+
+def kv_memory_bytes(config: EngineConfig, device: jax.Device) -> int:
+    """Bytes for KV pages: what the config says, or what is left.
+
+    Raises:
+      ConfigError: a GPU has nothing left, or does not say what it has.
+    """
+    if config.kv_memory_gib is not None:
+        return int(config.kv_memory_gib * 2**30)
+    if device.platform == "cpu":
+        return min(CPU_BUDGET_BYTES, int(CPU_SHARE * psutil.virtual_memory().available))
+    stats = device.memory_stats()
+    if not stats or "bytes_limit" not in stats:
+        raise ConfigError(f"kv_memory_gib: {device} does not report its memory; say how much the KV pool may take")
+    # bytes_limit is what this process may use (JAX preallocates a share of what was free when it started), so
+    # memory that other processes hold is not counted twice.
+    left = int(config.gpu_memory_fraction * stats["bytes_limit"]) - stats.get("bytes_in_use", 0)
+    if left <= 0:
+        raise ConfigError(
+            f"gpu_memory_fraction: {config.gpu_memory_fraction} of {stats['bytes_limit'] / 2**30:.1f} GiB leaves nothing "
+            f"beside the {stats.get('bytes_in_use', 0) / 2**30:.1f} GiB in use; raise it or take a smaller model"
+        )
+    return left
+

@@ -1,0 +1,56 @@
+"""Steps in flight, oldest first. Popping is the one place where the host waits for the device.
+
+A pending step carries the plan it was launched with, so its result can't be given to anyone else.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jaxoverlap.scheduler.plan import StepPlan
+
+
+class LaunchedStep(Protocol):
+    """A step the device is working on."""
+
+    def read(self) -> np.ndarray:
+        """Waits; int32 [len(plan.rows), 2], token and `RowStatus`. Called by `ResultQueue.pop` only."""
+        ...
+
+
+class Runner(Protocol):
+    """Whatever executes plans, in the order in which they are launched."""
+
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Starts a step and returns at once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PendingStep:
+    plan: StepPlan
+    launched: LaunchedStep
+
+
+class ResultQueue:
+    """First in, first out."""
+
+    def __init__(self) -> None:
+        self._pending: deque[PendingStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def push(self, plan: StepPlan, launched: LaunchedStep) -> None:
+        self._pending.append(PendingStep(plan, launched))
+
+    def pop(self) -> tuple[StepPlan, np.ndarray]:
+        """Waits for the oldest step. It stays in the queue if the wait is interrupted."""
+        pending = self._pending[0]
+        result = pending.launched.read()
+        self._pending.popleft()
+        return pending.plan, result

@@ -1,0 +1,62 @@
+"""What the device knows of every row. It stays there; the host sends only what changes.
+
+`last_token` is the future-token buffer: a step leaves a row's next token here, at the row's own index, and the
+next step takes it from here. It never travels through the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxoverlap.runtime.packing import ROW_PARAM_WORDS
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowState:
+    """One line per row of the row table, R rows.
+
+    Attributes:
+      last_token: int32 [R], sampled and not yet run: the input of the row's next decode step.
+      seq_len: int32 [R], positions whose KV is written; the last token will be written at this one.
+      num_outputs: int32 [R], tokens sampled so far.
+      finished: bool [R]; a finished row's further steps write nothing and are void.
+      page_table: int32 [R, C], page ids without a layer's offset; ids outside the pool where there is no page.
+      params: int32 [R, ROW_PARAM_WORDS], see `packing.ROW_PARAMS`.
+    """
+
+    last_token: jax.Array
+    seq_len: jax.Array
+    num_outputs: jax.Array
+    finished: jax.Array
+    page_table: jax.Array
+    params: jax.Array
+
+    @classmethod
+    def blank(cls, num_rows: int, pages_per_row: int, no_page: int) -> RowState:
+        """Before the first request: all rows finished, no pages."""
+        # One buffer each: donated arguments may not share memory.
+        return cls(
+            last_token=jnp.zeros(num_rows, dtype=jnp.int32),
+            seq_len=jnp.zeros(num_rows, dtype=jnp.int32),
+            num_outputs=jnp.zeros(num_rows, dtype=jnp.int32),
+            finished=jnp.ones(num_rows, dtype=jnp.bool_),
+            page_table=jnp.full((num_rows, pages_per_row), no_page, dtype=jnp.int32),
+            params=jnp.zeros((num_rows, ROW_PARAM_WORDS), dtype=jnp.int32),
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVPages:
+    """The KV pool, flat over layers: layer l's page p is page ``l * P + p``.
+
+    Attributes:
+      k, v: [L * P, page_size, K, D].
+    """
+
+    k: jax.Array
+    v: jax.Array

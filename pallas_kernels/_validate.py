@@ -1,0 +1,86 @@
+"""Checks at trace time: a wrong shape or dtype raises ValueError before XLA sees it.
+
+Inside a jitted step JAX does not raise: gathers clamp and scatters drop. What
+depends on shapes and dtypes alone is therefore checked here, once per trace and
+at no cost per step. Values (ids, lengths) are the caller's to guarantee.
+"""
+
+import jax
+import jax.numpy as jnp
+
+FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
+MAX_SLOTS = 2**31 - 1
+
+
+def _fail(name: str, x: jax.Array, allowed: str) -> None:
+    raise ValueError(f"{name}: got {x.dtype}{list(x.shape)}, allowed is {allowed}")
+
+
+def _floats(**arrays: jax.Array) -> None:
+    for name, x in arrays.items():
+        if x.dtype not in FLOATS:
+            _fail(name, x, "float32, bfloat16 or float16")
+
+
+def _int32(ndim: int, **arrays: jax.Array) -> None:
+    for name, x in arrays.items():
+        if x.dtype != jnp.int32 or x.ndim != ndim:
+            _fail(name, x, f"int32 of rank {ndim}")
+
+
+def check_pools(k_pages: jax.Array, v_pages: jax.Array) -> None:
+    """Both pools are [N, S, K, D] of one float dtype, with N*S addressable in int32."""
+    _floats(k_pages=k_pages, v_pages=v_pages)
+    if k_pages.ndim != 4 or 0 in k_pages.shape:
+        _fail("k_pages", k_pages, "[N, S, K, D], no axis empty")
+    if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
+        _fail("v_pages", v_pages, f"that of k_pages, {k_pages.dtype}{list(k_pages.shape)}")
+    if k_pages.shape[0] * k_pages.shape[1] > MAX_SLOTS:
+        # The last int32 must stay free: it is the out-of-range slot that drops a write.
+        _fail("k_pages", k_pages, f"N*S <= {MAX_SLOTS}, so that a slot fits int32")
+
+
+def check_write(
+    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
+) -> None:
+    check_pools(k_pages, v_pages)
+    _floats(k=k, v=v)
+    _int32(1, slots=slots)
+    want = (slots.shape[0], *k_pages.shape[2:])
+    for name, x in (("k", k), ("v", v)):
+        if x.shape != want:
+            _fail(name, x, f"{list(want)}, from slots [T] and k_pages [N, S, K, D]")
+
+
+def check_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    page_offset: int,
+) -> None:
+    check_pools(k_pages, v_pages)
+    _floats(q=q)
+    _int32(2, page_table=page_table)
+    _int32(1, seq_lens=seq_lens)
+    pages, _, kv_heads, head_dim = k_pages.shape
+    if q.ndim != 3 or q.shape[2] != head_dim:
+        _fail("q", q, f"rank 3 with head dim {head_dim}, that of k_pages")
+    if q.shape[1] == 0 or q.shape[1] % kv_heads:
+        _fail("q", q, f"a number of heads that is a multiple of the {kv_heads} KV heads")
+    if page_table.shape[1] == 0 or page_table.shape[0] != seq_lens.shape[0]:
+        _fail("page_table", page_table, f"[{seq_lens.shape[0]}, C >= 1], one row per seq_lens entry")
+    if not isinstance(page_offset, int) or not 0 <= page_offset < pages:
+        raise ValueError(f"page_offset: got {page_offset!r}, allowed is a Python int in [0, {pages})")
+
+
+def check_decode(q: jax.Array, page_table: jax.Array) -> None:
+    if q.shape[0] != page_table.shape[0]:
+        _fail("q", q, f"{page_table.shape[0]} rows, those of page_table")
+
+
+def check_extend(cu_q_lens: jax.Array, seq_lens: jax.Array) -> None:
+    _int32(1, cu_q_lens=cu_q_lens)
+    if cu_q_lens.shape[0] != seq_lens.shape[0] + 1:
+        _fail("cu_q_lens", cu_q_lens, f"int32[{seq_lens.shape[0] + 1}], one more than seq_lens")
