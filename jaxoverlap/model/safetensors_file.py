@@ -36,7 +36,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._map = _map_file(path)
+        self._map = map_file(path)
         if len(self._map) < 8:
             raise ModelError(f"{path}: {len(self._map)} bytes is no safetensors file")
         header_bytes = int.from_bytes(self._map[:8], "little")
@@ -107,7 +107,8 @@ class SafetensorsFile:
         return found
 
 
-def _map_file(path: Path) -> mmap.mmap:
+def map_file(path: Path) -> mmap.mmap:
+    """The file's bytes, read on demand; ModelError if there are none to read."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

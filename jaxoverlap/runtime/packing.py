@@ -87,7 +87,7 @@ def packed_size(shape: StepShape, pages_per_row: int) -> int:
 
 
 def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) -> np.ndarray:
-    """The plan as a fresh int32 array; nobody writes to it again (the device may read it in place)."""
+    """The plan as a fresh int32 array, read-only from here on: the device may read it in place."""
     packed = np.zeros(packed_size(shape, pages_per_row), dtype=np.int32)
     field = dict(_split(packed, shape, pages_per_row))
     field["decode_rows"].fill(num_rows)
@@ -108,6 +108,7 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) ->
             field["page_tables"][index, : len(chunk.page_table)] = chunk.page_table
             field["row_params"][index] = _row_params(chunk)
         field["cu_q_lens"][len(plan.chunks) + 1 :] = end
+    packed.flags.writeable = False
     return packed
 
 

@@ -78,6 +78,13 @@ class StepPlan:
     request_ids: np.ndarray
     no_page: int
 
+    def seal(self) -> None:
+        """Makes every array read-only: the device may read it in place until the step is done."""
+        for array in (self.decode_rows, self.decode_new_pages, self.rows, self.generations, self.request_ids):
+            array.flags.writeable = False
+        for chunk in self.chunks:
+            chunk.token_ids.flags.writeable = chunk.page_table.flags.writeable = False
+
     @property
     def num_prefill_tokens(self) -> int:
         return sum(len(chunk.token_ids) for chunk in self.chunks)

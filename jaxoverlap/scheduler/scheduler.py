@@ -218,10 +218,8 @@ class Scheduler:
         chunk_rows = np.fromiter((chunk.row for chunk in chunks), dtype=np.int32, count=len(chunks))
         rows = np.concatenate([chunk_rows, decode_rows])
         self.rows.in_flight[rows] += 1
-        step_id = self._next_step_id
-        self._next_step_id += 1
-        return StepPlan(
-            step_id=step_id,
+        plan = StepPlan(
+            step_id=self._next_step_id,
             chunks=chunks,
             decode_rows=decode_rows,
             decode_new_pages=decode_new_pages,
@@ -230,6 +228,9 @@ class Scheduler:
             request_ids=self.rows.request_ids[rows],
             no_page=self.rows.no_page,
         )
+        self._next_step_id += 1
+        plan.seal()
+        return plan
 
     # ---------------------------------------------------------------- commit, finish, retire
 

@@ -1,0 +1,71 @@
+"""A device that takes a set time for a step and costs the host nothing else: what is left is the host's own time."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.request import RequestLimits, SamplingParams
+from jaxoverlap.runtime.buckets import Buckets
+from jaxoverlap.runtime.packing import pack
+from jaxoverlap.scheduler.plan import RowStatus, StepPlan
+from jaxoverlap.scheduler.scheduler import SchedulerConfig
+
+VOCAB_SIZE = 1000
+_SPIN_SECONDS = 0.0003
+
+
+@dataclass(slots=True)
+class _TimedStep:
+    ready_at: float
+    result: np.ndarray
+
+    def read(self) -> np.ndarray:
+        remaining = self.ready_at - time.perf_counter()
+        if remaining > _SPIN_SECONDS:
+            time.sleep(remaining - _SPIN_SECONDS)
+        while time.perf_counter() < self.ready_at:  # a sleep wakes up some 60 µs late, a device does not
+            pass
+        return self.result
+
+
+class TimedDevice:
+    """Runs plans in order, each for `step_seconds`; packs them as the real runner does."""
+
+    def __init__(self, config: SchedulerConfig, step_seconds: float) -> None:
+        self.step_seconds = step_seconds
+        self.buckets = Buckets(config.max_running, config.max_batched_tokens, config.max_prefill_rows)
+        self.num_rows = config.max_running
+        self.pages_per_row = -(-config.limits.max_model_len // config.limits.page_size)
+        self.num_outputs = np.zeros(config.max_running, dtype=np.int32)
+        self.max_outputs = np.zeros(config.max_running, dtype=np.int32)
+        self._free_at = 0.0
+
+    def launch(self, plan: StepPlan) -> _TimedStep:
+        pack(plan, self.buckets.shape_of(plan), self.num_rows, self.pages_per_row)
+        for chunk in plan.chunks:
+            self.num_outputs[chunk.row], self.max_outputs[chunk.row] = 0, chunk.request.max_tokens
+        self.num_outputs[plan.rows] += 1
+        done = self.num_outputs[plan.rows] >= self.max_outputs[plan.rows]
+        result = np.empty((len(plan.rows), 2), dtype=np.int32)
+        result[:, 0] = 1
+        result[:, 1] = np.where(done, RowStatus.LENGTH, RowStatus.RUNNING)
+        self._free_at = max(self._free_at, time.perf_counter()) + self.step_seconds
+        return _TimedStep(self._free_at, result)
+
+
+def timed_engine(rows: int, *, lookahead: int, step_seconds: float, steps: int) -> Engine:
+    """An engine with `rows` requests that are about to decode `steps` tokens each."""
+    prompt_len = 16
+    limits = RequestLimits(VOCAB_SIZE, prompt_len + steps, 16, rows * -(-(prompt_len + steps) // 16))
+    config = SchedulerConfig(limits=limits, max_running=rows, max_batched_tokens=prompt_len * 16)
+    engine = Engine(config, TimedDevice(config, step_seconds), lookahead=lookahead)
+    for _ in range(rows):
+        engine.add([1] * prompt_len, SamplingParams(temperature=0, max_tokens=steps))
+    while engine.loop.scheduler.num_waiting or engine.loop.scheduler.rows.decoding.sum() < rows:
+        engine.step()
+    engine.loop.times.clear()
+    return engine

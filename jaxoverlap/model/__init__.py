@@ -1,0 +1,1 @@
+"""Model definitions and weights: configuration, flax modules, loading."""

@@ -1,0 +1,233 @@
+"""Checkpoints on disk, seen alike: a Hugging Face folder or a GGUF file.
+
+Both answer with Hugging Face tensor names and orientation, so that one loader serves both.
+Opening reads headers and configuration only; tensors are read one by one when asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxoverlap.errors import ModelError
+from jaxoverlap.model.config import ModelConfig, config_from_gguf, config_from_hf
+from jaxoverlap.model.gguf_file import GgufFile
+from jaxoverlap.model.safetensors_file import SafetensorsFile
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+TokenizerSource = Path | Mapping[str, Any]
+"""Where a tokenizer comes from: a folder with tokenizer files, or GGUF metadata."""
+
+
+class Checkpoint(Protocol):
+    """A model's files, opened.
+
+    Attributes:
+      config: the model they hold.
+      tokenizer_source: for `Tokenizer.from_source`.
+      fingerprint: hex digest of configuration, tensor tables and file sizes; not of every weight.
+    """
+
+    config: ModelConfig
+    tokenizer_source: TokenizerSource
+    fingerprint: str
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """All tensors and their shapes."""
+        ...
+
+    def label(self, name: str) -> str:
+        """The tensor as its own file calls it, for error messages."""
+        ...
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor, in the dtype it is stored in (dequantised ones: float32)."""
+        ...
+
+
+class HfCheckpoint:
+    """A folder with config.json and safetensors. The index, where there is one, says which file holds what:
+    other files, and other copies of a tensor, are ignored."""
+
+    def __init__(self, folder: Path, max_context: int | None = None) -> None:
+        self.tokenizer_source: TokenizerSource = folder
+        self._file_of = self._open_files(folder)
+        config = read_json(folder / "config.json")
+        generation_path = folder / "generation_config.json"
+        self.config = config_from_hf(
+            config,
+            read_json(generation_path) if generation_path.is_file() else None,
+            tokenizer_eos_ids=_tokenizer_eos_ids(folder),
+            max_context=max_context,
+        )
+        headers = [file.header for _, file in sorted({f.path: f for f in self._file_of.values()}.items())]
+        self.fingerprint = _digest(json.dumps(config, sort_keys=True).encode(), *headers)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: file.shape(name) for name, file in self._file_of.items()}
+
+    def label(self, name: str) -> str:
+        file = self._file_of.get(name)
+        return f"{name!r} ({file.path})" if file else f"{name!r}"
+
+    def read(self, name: str) -> np.ndarray:
+        return self._file_of[name].read(name)
+
+    def _open_files(self, folder: Path) -> dict[str, SafetensorsFile]:
+        index_path = folder / INDEX_NAME
+        if not index_path.is_file():
+            if not (folder / SINGLE_NAME).is_file():
+                raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}")
+            single = SafetensorsFile(folder / SINGLE_NAME)
+            return dict.fromkeys(single.names, single)
+        weight_map = read_json(index_path).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ModelError(f"{index_path} has no weight_map")
+        files: dict[str, SafetensorsFile] = {}
+        for file_name in sorted(set(weight_map.values())):
+            if not (folder / file_name).is_file():
+                raise ModelError(f"{folder / file_name} is missing; {INDEX_NAME} names it")
+            files[file_name] = SafetensorsFile(folder / file_name)
+        file_of: dict[str, SafetensorsFile] = {}
+        for name, file_name in weight_map.items():
+            if name not in files[file_name].names:
+                raise ModelError(f"tensor {name!r} is not in {folder / file_name}, where {INDEX_NAME} puts it")
+            file_of[name] = files[file_name]
+        for file in files.values():
+            if unlisted := [name for name in file.names if name not in file_of]:
+                raise ModelError(f"tensor {unlisted[0]!r} in {file.path} is not listed in {INDEX_NAME}")
+        return file_of
+
+
+class GgufCheckpoint:
+    """One GGUF file of architecture llama (which mistral models use too), qwen2 or qwen3."""
+
+    def __init__(self, path: Path, max_context: int | None = None) -> None:
+        self._file = file = GgufFile(path)
+        self.tokenizer_source: TokenizerSource = file.metadata
+        if file.metadata.get("split.count", 1) > 1:
+            raise ModelError(f"{path} is one of {file.metadata['split.count']} parts: not supported in this build")
+        self._gguf_name = {_hf_name(name): name for name in file.names}
+        names = set(self._gguf_name)
+        if "model.embed_tokens.weight" not in names:
+            raise ModelError(f"{path}: tensor 'token_embd.weight' is missing")
+        factors: tuple[float, ...] = ()
+        if self._gguf_name.pop(_ROPE_FACTORS, None):
+            factors = tuple(file.read(_ROPE_FACTORS).reshape(-1).tolist())
+        self.config = config_from_gguf(
+            file.metadata,
+            vocab_size=file.shape("token_embd.weight")[0],
+            tied="lm_head.weight" not in names,
+            biases=[kind for kind, name in _BIAS_PROBES.items() if name in names],
+            frequency_factors=factors,
+            max_context=max_context,
+        )
+        # Rotation pairs neighbours in GGUF's llama, halves in transformers: rows of q and k are permuted.
+        self._permuted_heads: dict[str, int] = {}
+        if file.metadata["general.architecture"] == "llama":
+            self._permuted_heads = {"q_proj": self.config.num_heads, "k_proj": self.config.num_kv_heads}
+        self.fingerprint = _digest(file.header, str(path.stat().st_size).encode())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: self._file.shape(gguf_name) for name, gguf_name in self._gguf_name.items()}
+
+    def label(self, name: str) -> str:
+        return f"{self._gguf_name.get(name) or _to_gguf_name(name)!r} ({self._file.path})"
+
+    def read(self, name: str) -> np.ndarray:
+        tensor = self._file.read(self._gguf_name[name])
+        heads = self._permuted_heads.get(name.split(".")[-2], 0)
+        if not heads:
+            return tensor
+        pairs = tensor.reshape(heads, tensor.shape[0] // heads // 2, 2, *tensor.shape[1:])
+        return pairs.swapaxes(1, 2).reshape(tensor.shape)
+
+
+_ROPE_FACTORS = "rope_freqs.weight"
+_HF_OF_GGUF = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_OF_HF = {hf: gguf for gguf, hf in _HF_OF_GGUF.items()}
+_BIAS_PROBES = {
+    "qkv": "model.layers.0.self_attn.q_proj.bias",
+    "o": "model.layers.0.self_attn.o_proj.bias",
+    "mlp": "model.layers.0.mlp.down_proj.bias",
+}
+
+
+def _hf_name(gguf_name: str) -> str:
+    """The Hugging Face name of a GGUF tensor; unknown ones keep theirs and are refused later."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", gguf_name)
+    if not match or match[2] not in _HF_OF_GGUF:
+        return gguf_name
+    layer = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{layer}{_HF_OF_GGUF[match[2]]}.{match[3]}"
+
+
+def _to_gguf_name(hf_name: str) -> str:
+    stem, _, kind = hf_name.rpartition(".")
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
+    if match:
+        return f"blk.{match[1]}.{_GGUF_OF_HF.get(match[2], match[2])}.{kind}"
+    return f"{_GGUF_OF_HF.get(stem, stem)}.{kind}"
+
+
+def _tokenizer_eos_ids(folder: Path) -> list[int]:
+    """The id of the eos_token that tokenizer_config.json names, if it names one."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path) if path.is_file() else {}
+    token = config.get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if content is None:
+        return []
+    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
+        if entry.get("content") == content:
+            return [int(token_id)]
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    tokenizer = read_json(folder / "tokenizer.json")
+    for entry in tokenizer.get("added_tokens") or []:
+        if entry.get("content") == content:
+            return [int(entry["id"])]
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    return [vocab[content]] if isinstance(vocab, dict) and content in vocab else []
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; ModelError names the file if there is none."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: can't be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: expected a JSON object")
+    return value
+
+
+def _digest(*parts: bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

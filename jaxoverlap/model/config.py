@@ -1,0 +1,315 @@
+"""What a decoder-only model looks like, resolved once and frozen. Imports no jax.
+
+Two parsers build it: `config_from_hf` from the JSON files of a Hugging Face folder and
+`config_from_gguf` from GGUF metadata. Both refuse whatever this build does not compute exactly,
+naming the field, its value and what is allowed: a field that is silently ignored shows only as
+bad text, often after hundreds of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxoverlap.errors import ModelError
+from jaxoverlap.model.rope import RopeConfig, rope_from_gguf, rope_from_hf
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+_FAMILY_OF_ARCHITECTURE = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_FAMILY_OF_GGUF = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+# What transformers assumes when config.json leaves a field out.
+_HF_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": None, "max_position_embeddings": 2048},
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer of the llama family.
+
+    Attributes:
+      family: one of `FAMILIES`.
+      vocab_size: rows of the embedding table (a tokenizer may know fewer tokens).
+      hidden_size: width of the residual stream.
+      num_layers: decoder layers (L).
+      num_heads: query heads (H).
+      num_kv_heads: key/value heads (K); divides `num_heads`.
+      head_dim: width of one head (D); not always hidden_size / num_heads.
+      intermediate_size: width of the gated MLP.
+      norm_eps: epsilon of every RMS norm.
+      rope: rotary embedding.
+      tie_word_embeddings: the embedding table computes the logits; there is no lm_head.
+      qkv_bias, o_bias, mlp_bias: which projections carry a bias.
+      qk_norm: q and k are RMS-normalised per head before rope (qwen3).
+      max_position_embeddings: longest context, prompt and output together.
+      eos_token_ids: every id that ends a sequence, ascending.
+      bos_token_id: id that begins a sequence, if the model names one.
+      sliding_window: the window the model was trained with where it is active; never below
+        `max_position_embeddings`, so that it hides nothing.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    max_position_embeddings: int = 2048
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ModelError if the sizes contradict each other."""
+        if self.family not in FAMILIES:
+            raise unsupported("model family", self.family, FAMILIES)
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate_size",
+            "max_position_embeddings",
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ModelError(f"{name} is {value!r}; it must be a positive integer")
+        if self.num_heads % self.num_kv_heads:
+            raise ModelError(
+                f"num_kv_heads is {self.num_kv_heads}; it must divide the {self.num_heads} query heads"
+            )
+        if self.head_dim % 2:
+            raise ModelError(f"head_dim is {self.head_dim}; rope needs an even number")
+        if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
+            raise ModelError(f"norm_eps is {self.norm_eps!r}; it must be a positive number")
+        if self.rope.frequency_factors and len(self.rope.frequency_factors) != self.head_dim // 2:
+            raise ModelError(
+                f"rope frequency factors: {len(self.rope.frequency_factors)} values, "
+                f"expected head_dim / 2 = {self.head_dim // 2}"
+            )
+        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
+            raise ModelError(
+                f"sliding_window is {self.sliding_window}: sliding-window attention is not supported in this "
+                f"build; allowed: a maximum context of at most the window (now {self.max_position_embeddings})"
+            )
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection, H * D."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key (or value) projection, K * D."""
+        return self.num_kv_heads * self.head_dim
+
+
+def unsupported(field: str, value: Any, allowed: Iterable[Any]) -> ModelError:
+    """The error for a value this build can't compute."""
+    choices = ", ".join(str(choice) for choice in allowed)
+    return ModelError(f"{field} is {value!r}: not supported in this build; allowed: {choices}")
+
+
+def config_from_hf(
+    config: Mapping[str, Any],
+    generation_config: Mapping[str, Any] | None = None,
+    *,
+    tokenizer_eos_ids: Iterable[int] = (),
+    max_context: int | None = None,
+) -> ModelConfig:
+    """Reads config.json (and generation_config.json) of a Hugging Face folder.
+
+    Args:
+      config: content of config.json.
+      generation_config: content of generation_config.json, if there is one.
+      tokenizer_eos_ids: what the tokenizer calls its end; joined with the ids of both files.
+      max_context: an upper bound on the context the engine will use; lowers
+        `max_position_embeddings`, and so admits models whose sliding window is not shorter.
+
+    Raises:
+      ModelError: a field is missing or holds what this build does not support.
+    """
+    family = _hf_family(config)
+    defaults = _HF_DEFAULTS[family]
+
+    def get(name: str) -> Any:
+        return config[name] if name in config else defaults.get(name)
+
+    hidden_size = _required_int(config, "hidden_size")
+    num_heads = _required_int(config, "num_attention_heads")
+    num_layers = _required_int(config, "num_hidden_layers")
+    if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise unsupported("hidden_act", activation, ["silu"])
+    if config.get("quantization_config") is not None:
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise unsupported("quantization_config", method, ["none (bfloat16, float16, float32 weights)", "GGUF files"])
+    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
+    max_positions = _bounded(get("max_position_embeddings"), max_context)
+    head_dim = get("head_dim") or hidden_size // num_heads
+    return ModelConfig(
+        family=family,
+        vocab_size=_required_int(config, "vocab_size"),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        intermediate_size=_required_int(config, "intermediate_size"),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=rope_from_hf(config, get("max_position_embeddings")),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
+        qk_norm=family == "qwen3",
+        max_position_embeddings=max_positions,
+        eos_token_ids=_union(config.get("eos_token_id"), (generation_config or {}).get("eos_token_id"), tokenizer_eos_ids),
+        bos_token_id=config.get("bos_token_id"),
+        sliding_window=_hf_sliding_window(family, config, get("sliding_window"), num_layers),
+    )
+
+
+def config_from_gguf(
+    metadata: Mapping[str, Any],
+    *,
+    vocab_size: int,
+    tied: bool,
+    biases: Iterable[str] = (),
+    frequency_factors: tuple[float, ...] = (),
+    max_context: int | None = None,
+) -> ModelConfig:
+    """Reads GGUF metadata; what GGUF leaves to the tensors comes as arguments.
+
+    Args:
+      metadata: key to value, as in the file's header.
+      vocab_size: rows of `token_embd.weight`; the metadata's own number may be larger.
+      tied: there is no `output.weight`.
+      biases: which of "qkv", "o", "mlp" carry biases.
+      frequency_factors: content of `rope_freqs.weight`, `[D/2]`; empty without that tensor.
+      max_context: as in `config_from_hf`.
+
+    Raises:
+      ModelError: a key is missing or holds what this build does not support.
+    """
+    architecture = metadata.get("general.architecture")
+    if architecture not in _FAMILY_OF_GGUF:
+        raise unsupported("general.architecture", architecture, _FAMILY_OF_GGUF)
+
+    def key(name: str) -> str:
+        return f"{architecture}.{name}"
+
+    hidden_size = _required_int(metadata, key("embedding_length"))
+    num_heads = _required_int(metadata, key("attention.head_count"))
+    head_dim = metadata.get(key("attention.key_length"), hidden_size // num_heads)
+    if metadata.get(key("attention.value_length"), head_dim) != head_dim:
+        raise unsupported(key("attention.value_length"), metadata[key("attention.value_length")], [head_dim])
+    if metadata.get(key("rope.dimension_count"), head_dim) != head_dim:
+        raise unsupported(key("rope.dimension_count"), metadata[key("rope.dimension_count")], [head_dim])
+    if metadata.get(key("expert_count"), 0):
+        raise unsupported(key("expert_count"), metadata[key("expert_count")], [0])
+    if key("attention.layer_norm_rms_epsilon") not in metadata:
+        raise ModelError(f"{key('attention.layer_norm_rms_epsilon')} is missing")
+    biases = set(biases)
+    context = _required_int(metadata, key("context_length"))
+    eos_names = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
+    return ModelConfig(
+        family=_FAMILY_OF_GGUF[architecture],
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        num_layers=_required_int(metadata, key("block_count")),
+        num_heads=num_heads,
+        num_kv_heads=metadata.get(key("attention.head_count_kv"), num_heads),
+        head_dim=head_dim,
+        intermediate_size=_required_int(metadata, key("feed_forward_length")),
+        norm_eps=float(metadata[key("attention.layer_norm_rms_epsilon")]),
+        rope=rope_from_gguf(metadata, architecture, context, frequency_factors),
+        tie_word_embeddings=tied,
+        qkv_bias="qkv" in biases,
+        o_bias="o" in biases,
+        mlp_bias="mlp" in biases,
+        qk_norm=architecture == "qwen3",
+        max_position_embeddings=_bounded(context, max_context),
+        eos_token_ids=_union(*(metadata.get(f"tokenizer.ggml.{name}") for name in eos_names)),
+        bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+        sliding_window=metadata.get(key("attention.sliding_window")) or None,
+    )
+
+
+def _hf_family(config: Mapping[str, Any]) -> str:
+    architectures = config.get("architectures") or []
+    for architecture in architectures:
+        if architecture not in _FAMILY_OF_ARCHITECTURE:
+            raise unsupported("architectures", architecture, _FAMILY_OF_ARCHITECTURE)
+    model_type = config.get("model_type")
+    if model_type not in FAMILIES:
+        raise unsupported("model_type", model_type, FAMILIES)
+    if any(_FAMILY_OF_ARCHITECTURE[name] != model_type for name in architectures):
+        raise ModelError(f"model_type is {model_type!r} but architectures is {list(architectures)!r}")
+    return model_type
+
+
+def _hf_sliding_window(family: str, config: Mapping[str, Any], window: int | None, num_layers: int) -> int | None:
+    """The window, where any layer slides; each family has its own switch."""
+    if family == "llama" or window is None:
+        return None
+    if family == "mistral":
+        return window
+    if not config.get("use_sliding_window", False):
+        return None
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        return window if config.get("max_window_layers", 28) < num_layers else None
+    for layer_type in layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise unsupported("layer_types", layer_type, ["full_attention"])
+    return window if "sliding_attention" in layer_types else None
+
+
+def _required_int(source: Mapping[str, Any], name: str) -> int:
+    if name not in source:
+        raise ModelError(f"{name} is missing from the model's configuration")
+    value = source[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _bounded(max_positions: Any, max_context: int | None) -> int:
+    return max_positions if max_context is None else min(max_positions, max_context)
+
+
+def _union(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
+    """All ids of all sources: any one of them ends a sequence."""
+    ids: set[int] = set()
+    for source in sources:
+        if source is not None:
+            ids.update([source] if isinstance(source, int) else source)
+    return tuple(sorted(ids))

@@ -1,0 +1,199 @@
+"""Rotary position embedding: its configuration and its frequencies. Imports no jax.
+
+`inverse_frequencies` computes in float32 step by step as transformers does
+(modeling_rope_utils.py): at position 100,000 one unit in the last place of a frequency is
+already a visible angle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap.errors import ModelError
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_DEFAULT_THETA = 10000.0
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding over the whole head, halves rotated against each other (as in transformers).
+
+    Attributes:
+      theta: base of the frequencies.
+      kind: one of `ROPE_KINDS`; the fields below belong to the kind in brackets.
+      factor: stretch of the context (linear, llama3, yarn).
+      low_freq_factor, high_freq_factor: bounds of the blend (llama3).
+      original_max_position_embeddings: context before stretching (llama3, yarn).
+      beta_fast, beta_slow, truncate: bounds of the ramp and whether they are rounded (yarn).
+      attention_factor: scale of cos and sin (yarn); 1 otherwise.
+      frequency_factors: divisors of the frequencies, `[D/2]`, as GGUF files store llama3 scaling;
+        empty for none (default).
+    """
+
+    theta: float = _DEFAULT_THETA
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    frequency_factors: tuple[float, ...] = ()
+
+
+def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+    Raises:
+      ModelError: unknown rope type, or a parameter the type needs is missing.
+    """
+    parameters = dict(config.get("rope_scaling") or {})
+    parameters.update(config.get("rope_parameters") or {})
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise _unknown_kind("rope_type", kind)
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise ModelError(f"partial_rotary_factor is {partial!r}: not supported in this build; allowed: 1.0")
+    theta = float(parameters.get("rope_theta", config.get("rope_theta") or _DEFAULT_THETA))
+    if kind == "default":
+        return RopeConfig(theta=theta)
+
+    def get(name: str) -> Any:
+        if parameters.get(name) is None:
+            raise ModelError(f"rope parameter {name!r} is missing; rope_type {kind!r} needs it")
+        return parameters[name]
+
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=float(get("factor")))
+    original = parameters.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    original = original or max_positions
+    if kind == "llama3":
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=float(get("factor")),
+            low_freq_factor=float(get("low_freq_factor")),
+            high_freq_factor=float(get("high_freq_factor")),
+            original_max_position_embeddings=original,
+        )
+    factor = float(parameters.get("factor") or max_positions / original)
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=original,
+        beta_fast=float(parameters.get("beta_fast") or 32),
+        beta_slow=float(parameters.get("beta_slow") or 1),
+        truncate=bool(parameters.get("truncate", True)),
+        attention_factor=_yarn_attention_factor(factor, parameters),
+    )
+
+
+def rope_from_gguf(
+    metadata: Mapping[str, Any], architecture: str, context: int, frequency_factors: tuple[float, ...]
+) -> RopeConfig:
+    """Reads `<architecture>.rope.*`; `frequency_factors` is the content of `rope_freqs.weight`.
+
+    Raises:
+      ModelError: unknown scaling type, or scaling and frequency factors together.
+    """
+
+    def get(name: str, default: Any) -> Any:
+        return metadata.get(f"{architecture}.rope.{name}", default)
+
+    theta = float(get("freq_base", _DEFAULT_THETA))
+    kind = get("scaling.type", "none")
+    factor = get("scaling.factor", None)
+    if factor is None:
+        # An older spelling of linear scaling; 0 and 1 mean none.
+        factor = get("scale_linear", 0.0)
+        kind = "linear" if factor not in (0.0, 1.0) else kind
+    if frequency_factors:
+        if kind != "none":
+            raise ModelError(f"rope_freqs.weight beside rope scaling type {kind!r}: not supported in this build")
+        return RopeConfig(theta=theta, frequency_factors=frequency_factors)
+    if kind == "none":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=float(factor))
+    if kind == "yarn":
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=float(factor),
+            original_max_position_embeddings=get("scaling.original_context_length", context),
+            attention_factor=get("scaling.attn_factor", 1.0) * _yarn_attention_factor(factor, {}),
+        )
+    raise _unknown_kind(f"{architecture}.rope.scaling.type", kind)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Angle per position of each pair of dimensions, float32 `[head_dim / 2]`."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    powers = np.float32(rope.theta) ** exponents
+    plain = np.float32(1.0) / powers
+    if rope.frequency_factors:
+        return plain / np.asarray(rope.frequency_factors, np.float32)
+    if rope.kind == "default":
+        return plain
+    if rope.kind == "linear":
+        return plain / np.float32(rope.factor)
+    if rope.kind == "llama3":
+        return _llama3(plain, rope)
+    if rope.kind == "yarn":
+        return _yarn(powers, rope, head_dim)
+    raise _unknown_kind("rope kind", rope.kind)
+
+
+def _llama3(plain: np.ndarray, rope: RopeConfig) -> np.ndarray:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    low, high, factor = (np.float32(x) for x in (rope.low_freq_factor, rope.high_freq_factor, rope.factor))
+    original = np.float32(rope.original_max_position_embeddings)
+    wavelength = np.float32(2 * math.pi) / plain
+    smooth = (original / wavelength - low) / (high - low)
+    blended = (1 - smooth) * plain / factor + smooth * plain
+    stretched = np.where(wavelength > original / low, plain / factor, blended)
+    return np.where(wavelength < original / high, plain, stretched).astype(np.float32)
+
+
+def _yarn(powers: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """A ramp over the dimensions, between the plain and the stretched frequencies."""
+
+    def dimension(rotations: float) -> float:
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    keep = 1 - np.clip(ramp, 0, 1)
+    stretched = np.float32(1.0) / (np.float32(rope.factor) * powers)
+    return (stretched * (1 - keep) + (np.float32(1.0) / powers) * keep).astype(np.float32)
+
+
+def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> float:
+    if parameters.get("attention_factor") is not None:
+        return float(parameters["attention_factor"])
+
+    def scale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
+    return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
+
+
+def _unknown_kind(field: str, kind: Any) -> ModelError:
+    return ModelError(f"{field} is {kind!r}: not supported in this build; allowed: {', '.join(ROPE_KINDS)}")

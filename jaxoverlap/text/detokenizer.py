@@ -1,0 +1,100 @@
+"""Token ids to text, a few at a time, as if they had been decoded at once.
+
+The rule: the deltas and the rest, joined, are `tokenizer.decode(ids)` of the same ids. The prompt is
+no part of it, so a first token that begins with a word boundary loses its space exactly where
+`decode` drops it. No delta ends inside a character. How:
+
+- Byte-level tokenizers: each token is a run of bytes by itself and decoding joins them, so an
+  incremental UTF-8 decoder is exact, and the cost of a token does not depend on what came before.
+- Others: the tokens of the last delta are decoded again together with the new ones, and the new text
+  is what follows. Byte tokens (`<0xE6>`) wait for the end of their run, because one bad byte turns
+  the whole run into U+FFFD.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterable
+
+from jaxoverlap.errors import InvalidRequestError
+from jaxoverlap.text.tokenizer import Tokenizer
+
+_INCOMPLETE = "\ufffd"
+
+
+class IncrementalDetokenizer:
+    """Turns one sequence's output ids into text deltas.
+
+    Args:
+      tokenizer: the model's.
+      skip_special_tokens: special tokens add no text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._hidden = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._stream = _ByteStream(tokenizer) if tokenizer.is_byte_level else _WindowStream(tokenizer)
+
+    def add(self, ids: Iterable[int]) -> str:
+        """Takes the next ids and returns the text that is certain now, possibly none.
+
+        Raises:
+          InvalidRequestError: a negative id; nothing was taken.
+        """
+        ids = list(ids)
+        if any(token_id < 0 for token_id in ids):
+            raise InvalidRequestError("ids", min(ids), "token ids are 0 or more")
+        # Ids beyond the vocabulary add no text in `decode` either.
+        known = self._tokenizer.token_bytes
+        return self._stream.add([i for i in ids if i not in self._hidden and known(i) is not None])
+
+    def finish(self) -> str:
+        """Returns what was held back: half a character becomes U+FFFD, as in `decode`."""
+        return self._stream.finish()
+
+
+class _ByteStream:
+    """Joins the bytes of byte-level tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, ids: list[int]) -> str:
+        return self._utf8.decode(b"".join(self._tokenizer.token_bytes(i) or b"" for i in ids))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _WindowStream:
+    """Decodes a short window anew: the tokens of the last delta, then those not shown yet.
+
+        ids    [ shown tokens | new tokens ]
+                              ^ _shown
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._shown = 0
+
+    def add(self, ids: list[int]) -> str:
+        self._ids += ids
+        if not ids or self._tokenizer.is_byte_token(ids[-1]):
+            return ""
+        return self._advance(final=False)
+
+    def finish(self) -> str:
+        return self._advance(final=True)
+
+    def _advance(self, *, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=False)
+        after = self._tokenizer.decode(self._ids, skip_special_tokens=False)
+        if after.endswith(_INCOMPLETE) and not final:
+            return ""
+        delta = after[len(before) :]
+        if delta:
+            self._ids = self._ids[self._shown :]
+            self._shown = len(self._ids)
+        return delta

@@ -1,0 +1,63 @@
+"""Sampling parameters at the door."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxoverlap import InvalidRequestError, SamplingParams, UnsupportedError
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("temperature", True),
+        ("top_p", 0.0),
+        ("top_p", 1.0001),
+        ("top_p", -1),
+        ("top_p", None),
+        ("top_k", -2),
+        ("top_k", 1.5),
+        ("top_k", 2**31),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("seed", -1),
+        ("seed", 2**64),
+        ("seed", 1.0),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("max_tokens", 2.0),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**31]),
+        ("stop_token_ids", ["a"]),
+        ("ignore_eos", 1),
+        ("skip_special_tokens", "no"),
+    ],
+)
+def test_a_bad_value_names_field_value_and_what_is_allowed(field, value):
+    with pytest.raises(InvalidRequestError) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field.startswith(field)
+    assert caught.value.allowed
+    assert str(caught.value).startswith(field)
+
+
+def test_the_edges_are_allowed():
+    SamplingParams(temperature=0, top_p=1e-9, top_k=-1, min_p=1, seed=2**64 - 1, max_tokens=1, stop_token_ids=[0])
+    SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=np.array([1, 2]))
+
+
+def test_from_dict_tells_unknown_from_not_built():
+    with pytest.raises(InvalidRequestError, match="temprature"):
+        SamplingParams.from_dict({"temprature": 1})
+    with pytest.raises(UnsupportedError, match="presence_penalty"):
+        SamplingParams.from_dict({"presence_penalty": 0.5})
+    assert SamplingParams.from_dict({"top_k": 3, "seed": None}, max_tokens=7) == SamplingParams(top_k=3, max_tokens=7)

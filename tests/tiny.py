@@ -1,0 +1,118 @@
+"""A tiny random model without a checkpoint, and engines on it. Compiled steps are shared between tests."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.model.config import ModelConfig
+from jaxoverlap.model.decoder import Decoder, random_weights
+from jaxoverlap.model.rope import RopeConfig
+from jaxoverlap.request import Request, RequestLimits, SamplingParams
+from jaxoverlap.runtime.runner import DeviceRunner
+from jaxoverlap.scheduler.scheduler import SchedulerConfig
+
+VOCAB_SIZE = 128
+EOS_ID = 5
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=48,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=64,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=1e4),
+    tie_word_embeddings=True,
+    max_position_embeddings=256,
+    eos_token_ids=(EOS_ID,),
+)
+
+
+@functools.cache
+def weights() -> Any:
+    """Larger than a real model's, so that contexts matter and greedy tokens are no near-ties."""
+    return jax.tree.map(lambda array: array * 8 if array.ndim == 2 else array, random_weights(CONFIG, np.float32, 0))
+
+
+def scheduler_config(**changes: Any) -> SchedulerConfig:
+    limits = {"vocab_size": VOCAB_SIZE, "max_model_len": 128, "page_size": 16, "num_pages": 40}
+    sizes = {"max_running": 4, "max_batched_tokens": 32, "max_prefill_rows": 4}
+    for name, value in changes.items():
+        (limits if name in limits else sizes)[name] = value
+    return SchedulerConfig(limits=RequestLimits(**limits), **sizes)
+
+
+@functools.cache
+def _executables(config: SchedulerConfig) -> dict:
+    runner = DeviceRunner(CONFIG, weights(), config, dtype=jnp.float32)
+    runner.warm_up()
+    return runner._executables
+
+
+def make_runner(**changes: Any) -> DeviceRunner:
+    config = scheduler_config(**changes)
+    runner = DeviceRunner(CONFIG, weights(), config, dtype=jnp.float32)
+    runner._executables = dict(_executables(config))
+    runner._ready = True
+    return runner
+
+
+def make_engine(lookahead: int = 1, **changes: Any) -> tuple[Engine, DeviceRunner]:
+    runner = make_runner(**changes)
+    engine = Engine(scheduler_config(**changes), runner, lookahead=lookahead, eos_token_ids=(EOS_ID,))
+    return engine, runner
+
+
+def drain(engine: Engine) -> None:
+    while engine.has_work:
+        engine.step()
+        engine.loop.scheduler.check_integrity()
+    assert engine.loop.scheduler.pool.num_free == engine.limits.num_pages
+
+
+def random_requests(engine: Engine, seed: int, count: int, **fixed: Any) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    requests = []
+    for _ in range(count):
+        prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, 70))).tolist()
+        sampling = {"max_tokens": int(rng.integers(1, 30)), "temperature": 0.0, "seed": int(rng.integers(1 << 62))}
+        requests.append(engine.add(prompt, SamplingParams(**(sampling | fixed))))
+    return requests
+
+
+@functools.cache
+def _dense_logits(length: int):
+    def run(token_ids: jax.Array) -> jax.Array:
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            group = CONFIG.num_heads // CONFIG.num_kv_heads
+            k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+            scores = jnp.einsum("qhd,khd->hqk", q, k) * CONFIG.head_dim**-0.5
+            causal = jnp.tril(jnp.ones((length, length), dtype=bool))
+            return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v)
+
+        decoder = Decoder(CONFIG, jnp.float32)
+        hidden = decoder.apply(weights(), token_ids, jnp.arange(length), attend)
+        return decoder.apply(weights(), hidden, method=Decoder.logits)
+
+    return jax.jit(run)
+
+
+def dense_greedy(prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The oracle: no pages, no cache, no batch. Returns tokens and the gap between the two highest logits."""
+    tokens, gaps = list(prompt), []
+    for _ in range(count):
+        padded = np.zeros(-(-len(tokens) // 128) * 128, dtype=np.int32)
+        padded[: len(tokens)] = tokens
+        logits = np.asarray(_dense_logits(len(padded))(padded))[len(tokens) - 1]
+        second, first = np.sort(logits)[-2:]
+        gaps.append(float(first - second))
+        tokens.append(int(np.argmax(logits)))
+    return tokens[len(prompt) :], gaps
