@@ -21,7 +21,12 @@ def measure(rows: int, steps: int) -> dict:
         name: 1e6 * statistics.median(getattr(t, name) for t in times) for name in ("plan", "launch", "commit", "host")
     }
     p99 = 1e6 * sorted(t.host for t in times)[int(0.99 * len(times))]
-    return {"rows": rows, **{f"{n} µs": v for n, v in micro.items()}, "host p99 µs": p99, "µs per row": micro["host"] / rows}
+    return {
+        "rows": rows,
+        **{f"{n} µs": v for n, v in micro.items()},
+        "host p99 µs": p99,
+        "µs per row": micro["host"] / rows,
+    }
 
 
 def main() -> None:

@@ -3,7 +3,6 @@ is decided once, in `EngineConfig.resolve`."""
 
 from __future__ import annotations
 
-import numbers
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -103,7 +102,9 @@ class EngineConfig:
             scheduler=SchedulerConfig(
                 limits=limits,
                 max_running=max_running,
-                max_batched_tokens=min(self.max_batched_tokens or (512 if on_cpu else 2048), max_model_len * max_running),
+                max_batched_tokens=min(
+                    self.max_batched_tokens or (512 if on_cpu else 2048), max_model_len * max_running
+                ),
                 max_prefill_rows=min(MAX_PREFILL_ROWS, max_running),
             ),
             lookahead=self.lookahead,
@@ -148,10 +149,10 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name}: {value!r} is not allowed; use an integer from {low} to {high}")
 
 
 def _check_fraction(name: str, value: Any, high: float) -> None:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 < value <= high:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high:
         raise ConfigError(f"{name}: {value!r} is not allowed; use a number above 0, at most {high:g}")

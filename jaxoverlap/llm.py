@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -90,6 +89,7 @@ class LLM:
         self.config = EngineConfig(model=model, **config)
         warm_up = {"progress": display.track_warm_up} if display.is_wanted(progress) else {}
         built = build_engine(self.config, **warm_up)
+        self.model_name = built.name
         self.resolved = built.resolved
         self.model_config = built.model_config
         self.tokenizer = built.tokenizer
@@ -120,7 +120,7 @@ class LLM:
           EngineError: the engine failed.
           KeyboardInterrupt: Ctrl-C; what was running is aborted and the engine can be used again.
         """
-        many = prompts if _is_list_of_prompts(prompts) else [prompts]
+        many: Sequence[Any] = prompts if _is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
         params = _params_for(many, sampling_params)
         inputs = list(zip(many, params, strict=True))
         encoded = [self._checked(prompt, one, f"prompts[{index}]") for index, (prompt, one) in enumerate(inputs)]
@@ -148,18 +148,17 @@ class LLM:
 
         def encoded() -> Iterator[tuple[int, Any, SamplingParams]]:
             for index, (prompt, params) in enumerate(inputs):
-                try:
-                    ids = self._encode(prompt)
-                except JaxOverlapError as error:
-                    ids = error
                 prompts[index] = prompt
-                yield index, ids, params
+                try:
+                    yield index, self._encode(prompt), params
+                except JaxOverlapError as error:
+                    yield index, error, params
 
         window = window or 4 * self.resolved.scheduler.max_running
         with display.generation_bar(None, shown=display.is_wanted(self._progress)) as bar:
             for index, result in self._run(encoded(), window=window, bar=bar):
-                prompt = prompts.pop(index)
-                yield index, result if isinstance(result, JaxOverlapError) else self._output(result, prompt)
+                given = prompts.pop(index)
+                yield index, result if isinstance(result, JaxOverlapError) else self._output(result, given)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Decodes one prompt and yields pieces as they come. Several streams may be drawn from in turn.
@@ -191,7 +190,7 @@ class LLM:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         if _is_chat(prompt):
-            return self.tokenizer.apply_chat_template(prompt)
+            return self.tokenizer.apply_chat_template(list(prompt))  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 
     def _checked(self, prompt: Prompt, params: SamplingParams, where: str) -> np.ndarray:
@@ -205,9 +204,7 @@ class LLM:
     def _stream(self, prompt: Prompt, ids: np.ndarray, params: SamplingParams) -> Iterator[StreamDelta]:
         mine: deque[Request] = deque()
         request = self._add(ids, params, mine)
-        detokenizer = IncrementalDetokenizer(
-            self.tokenizer, request.prompt_ids.tolist(), skip_special_tokens=params.skip_special_tokens
-        )
+        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         seen = 0
         try:
             while request.status != RequestStatus.FINISHED:
@@ -334,6 +331,8 @@ def _params_for(
         return [given or SamplingParams()] * len(prompts)
     if len(given) != len(prompts):
         raise InvalidRequestError(
-            "sampling_params", f"{len(given)} of them", f"use one for all, or one for each of the {len(prompts)} prompts"
+            "sampling_params",
+            f"{len(given)} of them",
+            f"use one for all, or one for each of the {len(prompts)} prompts",
         )
     return given

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import enum
 import math
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -53,9 +52,7 @@ class RequestStatus(enum.StrEnum):
 
 
 _KNOWN_ELSEWHERE = frozenset(
-    "n best_of min_tokens stop include_stop_str_in_output logprobs prompt_logprobs top_logprobs logit_bias "
-    "repetition_penalty presence_penalty frequency_penalty response_format tools tool_choice bad_words "
-    "allowed_token_ids".split()
+    ["n", "best_of", "min_tokens", "stop", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "top_logprobs", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "response_format", "tools", "tool_choice", "bad_words", "allowed_token_ids"]
 )
 
 
@@ -249,11 +246,11 @@ class Request:
 
 
 def _check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
-    good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
     if not good or not low <= value <= high or (low_open and value == low):
         raise InvalidRequestError(name, value, f"use {allowed}")
 
 
 def _check_int(name: str, value: Any, low: int, high: int, allowed: str) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidRequestError(name, value, f"use {allowed}")

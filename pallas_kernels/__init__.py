@@ -33,9 +33,7 @@ def _require(implementation: str) -> None:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: got {implementation!r}, allowed is {IMPLEMENTATIONS}")
     if implementation != "xla":
-        raise ImplementationNotAvailable(
-            f"implementation {implementation!r} is not in this build; 'xla' is"
-        )
+        raise ImplementationNotAvailable(f"implementation {implementation!r} is not in this build; 'xla' is")
 
 
 def write_kv(
@@ -93,9 +91,7 @@ def decode_attention(
     _require(implementation)
     _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset)
     _validate.check_decode(q, page_table)
-    return xla.decode_attention(
-        q, k_pages, v_pages, page_table, seq_lens, page_offset=page_offset, scale=scale
-    )
+    return xla.decode_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset=page_offset, scale=scale)
 
 
 def extend_attention(

@@ -40,9 +40,7 @@ def check_pools(k_pages: jax.Array, v_pages: jax.Array) -> None:
         _fail("k_pages", k_pages, f"N*S <= {MAX_SLOTS}, so that a slot fits int32")
 
 
-def check_write(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
-) -> None:
+def check_write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> None:
     check_pools(k_pages, v_pages)
     _floats(k=k, v=v)
     _int32(1, slots=slots)

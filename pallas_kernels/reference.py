@@ -77,6 +77,4 @@ def extend_attention(
     row = jnp.where(real, row, 0)
     # Tokens from here to the end of the chunk have positions seq_len-1, seq_len-2, ...
     visible = jnp.where(real, seq_lens[row] - (cu_q_lens[row + 1] - token) + 1, 0)
-    return decode_attention(
-        q, k_pages, v_pages, page_table[row], visible, page_offset=page_offset, scale=scale
-    )
+    return decode_attention(q, k_pages, v_pages, page_table[row], visible, page_offset=page_offset, scale=scale)

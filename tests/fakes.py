@@ -72,7 +72,9 @@ class ToyRunner:
     `salted` makes the tokens depend on the request's seed and the sampling position as well.
     """
 
-    def __init__(self, limits: RequestLimits, max_running: int, *, step_seconds: float = 0.0, salted: bool = False) -> None:
+    def __init__(
+        self, limits: RequestLimits, max_running: int, *, step_seconds: float = 0.0, salted: bool = False
+    ) -> None:
         self.limits, self.step_seconds, self.salted = limits, step_seconds, salted
         size = limits.page_size
         self.kv = np.full(limits.num_pages * size, POISON, dtype=np.uint64)

@@ -10,7 +10,7 @@ import jax
 from jaxoverlap.config import EngineConfig, ResolvedConfig
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.model.config import ModelConfig
-from jaxoverlap.model.loading import load_model, resolve_dtype
+from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
 from jaxoverlap.runtime import compile_cache
 from jaxoverlap.runtime.memory import kv_memory_bytes
 from jaxoverlap.runtime.runner import DeviceRunner, Progress
@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine that is ready: nothing compiles any more."""
+    """An engine that is ready: nothing compiles any more. `name` is what to call its model."""
 
+    name: str
     engine: Engine
     runner: DeviceRunner
     tokenizer: Tokenizer
@@ -40,9 +41,10 @@ def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count
     compile_cache.enable(config.compile_cache)
     device = jax.devices()[0]
     dtype = resolve_dtype(config.dtype, device.platform)
-    model = load_model(config.model, dtype)
-    weights = jax.device_put(model.weights, device)
-    shape = model.config
+    files = open_model(config.model, max_context=config.max_model_len)
+    tokenizer = Tokenizer.from_source(files.tokenizer_source)
+    shape = files.config
+    weights = jax.device_put(load_weights(files, dtype).weights, device)
     page_bytes = 2 * shape.num_layers * config.page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     resolved = config.resolve(
         platform=device.platform,
@@ -56,7 +58,5 @@ def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count
         logger.warning(resolved.shortfall)
     runner = DeviceRunner(shape, weights, resolved.scheduler, dtype=dtype, attention=resolved.attention, device=device)
     runner.warm_up(progress)
-    engine = Engine(
-        resolved.scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=shape.eos_token_ids
-    )
-    return BuiltEngine(engine, runner, model.tokenizer, shape, resolved)
+    engine = Engine(resolved.scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=shape.eos_token_ids)
+    return BuiltEngine(files.name, engine, runner, tokenizer, shape, resolved)

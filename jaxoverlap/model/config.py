@@ -8,13 +8,12 @@ bad text, often after hundreds of tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxoverlap.errors import ModelError
-from jaxoverlap.model.rope import RopeConfig, rope_from_gguf, rope_from_hf
+from jaxoverlap.model.rope import RopeConfig, positive, rope_from_gguf, rope_from_hf
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -103,13 +102,13 @@ class ModelConfig:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ModelError(f"{name} is {value!r}; it must be a positive integer")
         if self.num_heads % self.num_kv_heads:
-            raise ModelError(
-                f"num_kv_heads is {self.num_kv_heads}; it must divide the {self.num_heads} query heads"
-            )
+            raise ModelError(f"num_kv_heads is {self.num_kv_heads}; it must divide the {self.num_heads} query heads")
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}; rope needs an even number")
-        if not (math.isfinite(self.norm_eps) and self.norm_eps > 0):
-            raise ModelError(f"norm_eps is {self.norm_eps!r}; it must be a positive number")
+        positive("norm_eps", self.norm_eps)
+        for token_id in self.eos_token_ids:
+            if not isinstance(token_id, int) or token_id < 0:
+                raise ModelError(f"eos_token_ids holds {token_id!r}; token ids are 0 or more")
         if self.rope.frequency_factors and len(self.rope.frequency_factors) != self.head_dim // 2:
             raise ModelError(
                 f"rope frequency factors: {len(self.rope.frequency_factors)} values, "
@@ -172,8 +171,8 @@ def config_from_hf(
         method = config["quantization_config"].get("quant_method", "unknown")
         raise unsupported("quantization_config", method, ["none (bfloat16, float16, float32 weights)", "GGUF files"])
     attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
-    max_positions = _bounded(get("max_position_embeddings"), max_context)
-    head_dim = get("head_dim") or hidden_size // num_heads
+    context = _required_int({**defaults, **config}, "max_position_embeddings")
+    stop_ids = (config.get("eos_token_id"), (generation_config or {}).get("eos_token_id"), tokenizer_eos_ids)
     return ModelConfig(
         family=family,
         vocab_size=_required_int(config, "vocab_size"),
@@ -181,17 +180,17 @@ def config_from_hf(
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=get("num_key_value_heads") or num_heads,
-        head_dim=head_dim,
+        head_dim=get("head_dim") or hidden_size // num_heads,
         intermediate_size=_required_int(config, "intermediate_size"),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=rope_from_hf(config, get("max_position_embeddings")),
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=rope_from_hf(config, context),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
         qk_norm=family == "qwen3",
-        max_position_embeddings=max_positions,
-        eos_token_ids=_union(config.get("eos_token_id"), (generation_config or {}).get("eos_token_id"), tokenizer_eos_ids),
+        max_position_embeddings=_bounded(context, max_context),
+        eos_token_ids=_union(*stop_ids),
         bos_token_id=config.get("bos_token_id"),
         sliding_window=_hf_sliding_window(family, config, get("sliding_window"), num_layers),
     )
@@ -249,7 +248,7 @@ def config_from_gguf(
         num_kv_heads=metadata.get(key("attention.head_count_kv"), num_heads),
         head_dim=head_dim,
         intermediate_size=_required_int(metadata, key("feed_forward_length")),
-        norm_eps=float(metadata[key("attention.layer_norm_rms_epsilon")]),
+        norm_eps=metadata[key("attention.layer_norm_rms_epsilon")],
         rope=rope_from_gguf(metadata, architecture, context, frequency_factors),
         tie_word_embeddings=tied,
         qkv_bias="qkv" in biases,
@@ -302,7 +301,7 @@ def _required_int(source: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _bounded(max_positions: Any, max_context: int | None) -> int:
+def _bounded(max_positions: int, max_context: int | None) -> int:
     return max_positions if max_context is None else min(max_positions, max_context)
 
 

@@ -19,7 +19,14 @@ import numpy as np
 
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model import layout
-from jaxoverlap.model.checkpoint import INDEX_NAME, SINGLE_NAME, Checkpoint, GgufCheckpoint, HfCheckpoint, TokenizerSource
+from jaxoverlap.model.checkpoint import (
+    INDEX_NAME,
+    SINGLE_NAME,
+    Checkpoint,
+    GgufCheckpoint,
+    HfCheckpoint,
+    TokenizerSource,
+)
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.default_model import NAME, default_model_path
 
@@ -124,7 +131,8 @@ def open_model(source: str | Path | None = None, *, max_context: int | None = No
         return ModelFiles(name, HfCheckpoint(path, max_context))
     gguf_files = sorted(path.glob("*.gguf"))
     if len(gguf_files) > 1:
-        raise ModelError(f"{path} holds {len(gguf_files)} GGUF files; name one: {', '.join(p.name for p in gguf_files)}")
+        names = ", ".join(file.name for file in gguf_files)
+        raise ModelError(f"{path} holds {len(gguf_files)} GGUF files; name one: {names}")
     if not gguf_files:
         raise ModelError(f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a .gguf file")
     return ModelFiles(gguf_files[0].stem, GgufCheckpoint(gguf_files[0], max_context))
@@ -139,9 +147,7 @@ def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:
     config, checkpoint = files.config, files.checkpoint
     placements = list(layout.placements(config))
     _check_names_and_shapes(placements, checkpoint, tied=config.tie_word_embeddings)
-    arrays = {
-        slot.path: np.empty(slot.shape, np.float32 if slot.is_norm else dtype) for slot in layout.slots(config)
-    }
+    arrays = {slot.path: np.empty(slot.shape, np.float32 if slot.is_norm else dtype) for slot in layout.slots(config)}
     for placement in placements:
         placement.write(arrays[placement.path], checkpoint.read(placement.name))
     weights = layout.tree(iter(arrays.items()))

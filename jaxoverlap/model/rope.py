@@ -58,41 +58,45 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     parameters = dict(config.get("rope_scaling") or {})
     parameters.update(config.get("rope_parameters") or {})
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
+        raise ModelError(f"rope parameters per layer type ({', '.join(nested)}): not supported in this build")
     if kind not in ROPE_KINDS:
         raise _unknown_kind("rope_type", kind)
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ModelError(f"partial_rotary_factor is {partial!r}: not supported in this build; allowed: 1.0")
-    theta = float(parameters.get("rope_theta", config.get("rope_theta") or _DEFAULT_THETA))
+    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    theta = positive("rope_theta", _DEFAULT_THETA if theta is None else theta)
     if kind == "default":
         return RopeConfig(theta=theta)
 
-    def get(name: str) -> Any:
-        if parameters.get(name) is None:
+    def get(name: str, default: float | None = None) -> float:
+        value = default if parameters.get(name) is None else parameters[name]
+        if value is None:
             raise ModelError(f"rope parameter {name!r} is missing; rope_type {kind!r} needs it")
-        return parameters[name]
+        return positive(f"rope parameter {name!r}", value)
 
     if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=float(get("factor")))
-    original = parameters.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
-    original = original or max_positions
+        return RopeConfig(theta=theta, kind=kind, factor=get("factor"))
+    original_name = "original_max_position_embeddings"
+    original = int(get(original_name, config.get(original_name) or max_positions))
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
             kind=kind,
-            factor=float(get("factor")),
-            low_freq_factor=float(get("low_freq_factor")),
-            high_freq_factor=float(get("high_freq_factor")),
+            factor=get("factor"),
+            low_freq_factor=get("low_freq_factor"),
+            high_freq_factor=get("high_freq_factor"),
             original_max_position_embeddings=original,
         )
-    factor = float(parameters.get("factor") or max_positions / original)
+    factor = get("factor", max_positions / original)
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
         original_max_position_embeddings=original,
-        beta_fast=float(parameters.get("beta_fast") or 32),
-        beta_slow=float(parameters.get("beta_slow") or 1),
+        beta_fast=get("beta_fast", 32.0),
+        beta_slow=get("beta_slow", 1.0),
         truncate=bool(parameters.get("truncate", True)),
         attention_factor=_yarn_attention_factor(factor, parameters),
     )
@@ -110,7 +114,7 @@ def rope_from_gguf(
     def get(name: str, default: Any) -> Any:
         return metadata.get(f"{architecture}.rope.{name}", default)
 
-    theta = float(get("freq_base", _DEFAULT_THETA))
+    theta = positive(f"{architecture}.rope.freq_base", get("freq_base", _DEFAULT_THETA))
     kind = get("scaling.type", "none")
     factor = get("scaling.factor", None)
     if factor is None:
@@ -123,17 +127,18 @@ def rope_from_gguf(
         return RopeConfig(theta=theta, frequency_factors=frequency_factors)
     if kind == "none":
         return RopeConfig(theta=theta)
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=float(factor))
+    if kind not in ("linear", "yarn"):
+        raise _unknown_kind(f"{architecture}.rope.scaling.type", kind)
+    factor = positive(f"{architecture}.rope.scaling.factor", factor)
     if kind == "yarn":
         return RopeConfig(
             theta=theta,
             kind=kind,
-            factor=float(factor),
+            factor=factor,
             original_max_position_embeddings=get("scaling.original_context_length", context),
             attention_factor=get("scaling.attn_factor", 1.0) * _yarn_attention_factor(factor, {}),
         )
-    raise _unknown_kind(f"{architecture}.rope.scaling.type", kind)
+    return RopeConfig(theta=theta, kind=kind, factor=factor)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -193,6 +198,13 @@ def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> floa
 
     mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
+
+
+def positive(field: str, value: Any) -> float:
+    """`value` as a float; ModelError names the field if it is no positive finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ModelError(f"{field} is {value!r}; it must be a positive number")
+    return float(value)
 
 
 def _unknown_kind(field: str, kind: Any) -> ModelError:

@@ -35,4 +35,3 @@ def kv_memory_bytes(config: EngineConfig, device: jax.Device) -> int:
             f"beside the {stats.get('bytes_in_use', 0) / 2**30:.1f} GiB in use; raise it or take a smaller model"
         )
     return left
-

@@ -144,8 +144,8 @@ def _row_params(chunk: PrefillChunk) -> np.ndarray:
 def read_row_params(words: jax.Array) -> dict[str, jax.Array]:
     """int32 [n, ROW_PARAM_WORDS] → the fields of `ROW_PARAMS`, each [n] or [n, size], in its own dtype."""
     read = {}
-    for name in ROW_PARAMS.names or ():
-        dtype, offset = (ROW_PARAMS.fields or {})[name][:2]
+    assert ROW_PARAMS.fields is not None
+    for name, (dtype, offset, *_) in ROW_PARAMS.fields.items():
         base, size = (dtype.subdtype[0], dtype.subdtype[1][0]) if dtype.subdtype else (dtype, None)
         first = offset // 4
         column = words[:, first] if size is None else words[:, first : first + size]

@@ -109,7 +109,7 @@ class DeviceRunner:
     def release(self) -> None:
         """Lets go of the device's memory; nothing can be launched any more."""
         self._executables.clear()
-        self._weights = self._kv = self._state = None
+        del self._weights, self._kv, self._state
 
     def launch(self, plan: StepPlan) -> LaunchedDeviceStep:
         """Starts a step and returns at once."""

@@ -89,9 +89,7 @@ class DeviceStep:
         column = state.seq_len.at[step.decode_rows].get(mode="fill", fill_value=0) // self.page_size
         wanted = (step.new_pages < self.num_pages) & ~finished
         column = jnp.where(wanted, column, self.pages_per_row)
-        return replace(
-            state, page_table=state.page_table.at[step.decode_rows, column].set(step.new_pages, mode="drop")
-        )
+        return replace(state, page_table=state.page_table.at[step.decode_rows, column].set(step.new_pages, mode="drop"))
 
     def _prompt_tokens(self, step: PackedStep) -> _Tokens:
         index = jnp.arange(step.token_ids.shape[0], dtype=jnp.int32)
@@ -176,9 +174,7 @@ class _PagedAttention:
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         step, packed, split = self._step, self._packed, self._num_prompt_tokens
         in_layer = step.num_pages * step.page_size
-        slots = jnp.where(
-            self._slots < in_layer, self._slots + layer * in_layer, step.config.num_layers * in_layer
-        )
+        slots = jnp.where(self._slots < in_layer, self._slots + layer * in_layer, step.config.num_layers * in_layer)
         self.kv = KVPages(*write_kv(self.kv.k, self.kv.v, k, v, slots, implementation=step.attention))
         options: dict[str, Any] = {
             "page_offset": layer * step.num_pages,

@@ -59,9 +59,7 @@ class Scheduler:
         limits = config.limits
         self.config = config
         self.pool = PagePool(limits.num_pages)
-        self.rows = RowTable(
-            config.max_running, -(-limits.max_model_len // limits.page_size), no_page=limits.num_pages
-        )
+        self.rows = RowTable(config.max_running, -(-limits.max_model_len // limits.page_size), no_page=limits.num_pages)
         self._clock = clock
         self._waiting: dict[int, Request] = {}
         self._running: dict[int, Request] = {}

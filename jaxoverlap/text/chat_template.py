@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any
+from typing import Any, ClassVar
 
 import jinja2
+import jinja2.exceptions
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
@@ -105,7 +109,7 @@ def _plain(value: Any, field: str) -> Any:
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
 
-    tags = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -122,6 +126,25 @@ class _Dict:
         return dict.fromkeys(*args, **kwargs)
 
 
+class _Namespace(jinja2.utils.Namespace):
+    """`namespace(...)` for templates, closed to Python's internals."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # as Jinja's own: even `self` may be a field
+        self, fields = args[0], dict(*args[1:], **kwargs)
+        for name in fields:
+            _check_field_name(name)
+        jinja2.utils.Namespace.__init__(self, fields)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_field_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_field_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace of a chat template can't have the field {name!r}")
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
@@ -130,6 +153,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals["dict"] = _Dict()
+    environment.globals["namespace"] = _Namespace
     return environment
 
 

@@ -70,8 +70,8 @@ class _ByteStream:
 class _WindowStream:
     """Decodes a short window anew: the tokens of the last delta, then those not shown yet.
 
-        ids    [ shown tokens | new tokens ]
-                              ^ _shown
+    ids    [ shown tokens | new tokens ]
+                          ^ _shown
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ from jaxoverlap.errors import ModelError
 from jaxoverlap.text.tokenizer import Tokenizer, named_template, unreadable
 from jaxoverlap.text.tokenizer_gguf import bos_eos_processor
 
+_ADDED_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,7 +49,7 @@ def _apply_config(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name
     """What transformers adds to tokenizer.json on the word of tokenizer_config.json."""
     for entry in (config.get("added_tokens_decoder") or {}).values():
         if backend.token_to_id(entry["content"]) is not None:
-            options = {key: entry.get(key, False) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+            options = {key: entry.get(key, False) for key in _ADDED_OPTIONS}
             backend.add_tokens([AddedToken(entry["content"], **options)])
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     for content in names.values():

@@ -11,7 +11,7 @@ from tests.tiny import make_engine
 
 
 def test_a_prefill_plan_survives_the_journey():
-    engine, runner = make_engine()
+    engine, _runner = make_engine()
     sampling = SamplingParams(
         temperature=0.7, top_k=11, top_p=0.8, min_p=0.1, seed=2**63 + 12345, max_tokens=9, stop_token_ids=[8, 9]
     )
@@ -36,7 +36,7 @@ def test_a_prefill_plan_survives_the_journey():
 
 
 def test_padding_is_out_of_range_and_never_negative():
-    engine, runner = make_engine()
+    engine, _runner = make_engine()
     for _ in range(3):
         engine.add([1], SamplingParams(max_tokens=4, ignore_eos=True, temperature=0))
     engine.step()

@@ -143,7 +143,7 @@ def test_a_row_depends_on_nothing_but_itself():
     params = {"temperature": [0.7 + 0.1 * i for i in range(8)], "seed": list(range(8)), "position": list(range(8))}
     together = choose(logits, **params)[0]
     for count in (1, 3):
-        for i in range(0, 8 - count + 1):
+        for i in range(8 - count + 1):
             part = {name: values[i : i + count] for name, values in params.items()}
             assert (choose(logits[i : i + count], **part)[0] == together[i : i + count]).all()
     reverse = {name: values[::-1] for name, values in params.items()}

@@ -1,0 +1,128 @@
+"""How much of the host's time the overlap hides.
+
+    hidden share = (T_serial - T_overlap) / sum over steps of min(C, G)      G device, C host time of a step
+
+Predictions. Toy device: at least 0.95 for G/C from 0.5 to 8, since nothing but the first and last step of a run is
+exposed. Real model on a CPU: the device is the host's own cores, so hiding the host's half millisecond can gain no
+more than that; its exposed part is under 2 % of a step, because a step is always queued before the one it
+follows has finished.
+
+Serial and overlapped runs alternate (A B A B …) and medians are compared, since the machine may be busy.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from benchmarks import report
+from benchmarks.timed_device import timed_engine
+from jaxoverlap.engine.engine import Engine
+
+
+def run(engine: Engine) -> tuple[float, list]:
+    """Seconds, and the loop's records."""
+    started = time.perf_counter()
+    while engine.has_work:
+        engine.step()
+    return time.perf_counter() - started, list(engine.loop.times.records)
+
+
+def with_busy_host(engine: Engine, seconds: float) -> Engine:
+    """Makes planning take `seconds` longer, so that G/C can be set without tiny sleeps."""
+    plan = engine.loop.scheduler.plan
+
+    def slow_plan():
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            pass
+        return plan()
+
+    engine.loop.scheduler.plan = slow_plan
+    return engine
+
+
+def toy(ratio: float, *, rows: int, host_seconds: float, steps: int, repeats: int) -> dict:
+    def measure(lookahead: int, device_seconds: float):
+        engine = timed_engine(rows, lookahead=lookahead, step_seconds=device_seconds, steps=steps)
+        return run(with_busy_host(engine, host_seconds))
+
+    _, records = measure(0, 0.0)
+    host = statistics.median(record.host for record in records)
+    device = ratio * host
+    serial, overlapped, hideable = [], [], []
+    for _ in range(repeats):
+        seconds, records = measure(0, device)
+        serial.append(seconds)
+        hideable.append(sum(min(record.host, device) for record in records if record.launched_rows))
+        overlapped.append(measure(1, device)[0])
+    launched = steps - 1
+    t_serial, t_overlap = statistics.median(serial) / launched, statistics.median(overlapped) / launched
+    return {
+        "G/C": ratio,
+        "C ms": 1e3 * host,
+        "G ms": 1e3 * device,
+        "serial ms": 1e3 * t_serial,
+        "overlap ms": 1e3 * t_overlap,
+        "ideal ms": 1e3 * max(host, device),
+        "hidden share": (t_serial - t_overlap) * launched / statistics.median(hideable),
+    }
+
+
+def real(rows: int, *, steps: int, repeats: int) -> dict:
+    """The embedded model. Every step that was still running when the host came to wait for it had its successor
+    queued already, so the device did not idle after it: only steps that were ready before can be exposed."""
+    from jaxoverlap import LLM, SamplingParams
+
+    times: dict[int, list[float]] = {0: [], 1: []}
+    host, idle = [], []
+    params = SamplingParams(temperature=0, max_tokens=steps, ignore_eos=True)
+    with LLM(max_running=rows, max_model_len=256, max_batched_tokens=256, progress=False) as llm:
+        for _ in range(repeats):
+            for lookahead in (0, 1):
+                llm.engine.loop.lookahead = lookahead
+                for _ in range(rows):
+                    llm.engine.add([504, 3575, 282, 4649, 314] * 6, params)
+                while llm.engine.loop.scheduler.rows.decoding.sum() < rows:
+                    llm.engine.step()
+                llm.engine.loop.times.clear()
+                _, records = run(llm.engine)
+                steady = [r for r in records if r.launched_rows == rows][2:-2]
+                turns = [r.host + r.wait for r in steady]
+                times[lookahead].append(statistics.median(turns))
+                if lookahead == 1:
+                    host += [r.host for r in steady]
+                    idle += [r.host if r.wait < 50e-6 else 0.0 for r in steady]
+    serial, overlapped = statistics.median(times[0]), statistics.median(times[1])
+    return {
+        "rows": rows,
+        "C ms": 1e3 * statistics.median(host),
+        "serial ms": 1e3 * serial,
+        "overlap ms": 1e3 * overlapped,
+        "overlap/serial": overlapped / serial,
+        "exposed host ms": 1e3 * statistics.fmean(idle),
+        "exposed share": statistics.fmean(idle) / overlapped,
+    }
+
+
+def main() -> None:
+    options = report.parser(__doc__)
+    options.add_argument("--steps", type=int, default=200)
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--no-real", action="store_true", help="the toy device only")
+    args = options.parse_args()
+    results = {
+        "toy": [
+            toy(ratio, rows=64, host_seconds=0.002, steps=args.steps, repeats=args.repeats)
+            for ratio in (0.5, 1.0, 2.0, 4.0, 8.0)
+        ]
+    }
+    report.show("Toy device, 64 rows, a host that takes 2 ms more", results["toy"], "bar: hidden share ≥ 0.95")
+    if not args.no_real:
+        results["real"] = [real(rows, steps=60, repeats=3) for rows in (1, 8)]
+        report.show("SmolLM2-135M, decode steps", results["real"], "bar: exposed share ≤ 0.02")
+    report.write(args.json, "overlap", results)
+
+
+if __name__ == "__main__":
+    main()
