@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -135,19 +136,25 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def generate_each(
-        self, inputs: Iterable[tuple[Prompt, SamplingParams]], *, window: int | None = None
+        self, inputs: Iterable[tuple[Prompt, SamplingParams] | None], *, window: int | None = None
     ) -> Iterator[tuple[int, RequestOutput | JaxOverlapError]]:
         """Decodes any number of prompts with bounded memory: inputs are drawn as room appears, and outputs come as
         they finish, with the input's index. An input that can't be served yields its error and disturbs nothing.
 
         Args:
-          inputs: pairs of prompt and parameters, drawn lazily.
+          inputs: pairs of prompt and parameters, drawn lazily. A None, which has no index, means "nothing now": what
+            is in the engine goes on, and after its next step the inputs are asked again.
           window: inputs in the engine at once; None is four times `max_running`.
         """
         prompts: dict[int, Prompt] = {}
 
-        def encoded() -> Iterator[tuple[int, Any, SamplingParams]]:
-            for index, (prompt, params) in enumerate(inputs):
+        def encoded() -> Iterator[tuple[int, Any, SamplingParams] | None]:
+            indices = itertools.count()
+            for given in inputs:
+                if given is None:
+                    yield None
+                    continue
+                index, (prompt, params) = next(indices), given
                 prompts[index] = prompt
                 try:
                     yield index, self._encode(prompt), params
@@ -157,8 +164,8 @@ class LLM:
         window = window or 4 * self.resolved.scheduler.max_running
         with display.generation_bar(None, shown=display.is_wanted(self._progress)) as bar:
             for index, result in self._run(encoded(), window=window, bar=bar):
-                given = prompts.pop(index)
-                yield index, result if isinstance(result, JaxOverlapError) else self._output(result, given)
+                prompt = prompts.pop(index)
+                yield index, result if isinstance(result, JaxOverlapError) else self._output(result, prompt)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
         """Decodes one prompt and yields pieces as they come. Several streams may be drawn from in turn.
@@ -207,21 +214,26 @@ class LLM:
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         seen = 0
         try:
-            while request.status != RequestStatus.FINISHED:
-                self._step()
+            while True:  # looks before it steps: another stream's steps may have brought this one on, or to its end
                 new = request.output_ids[seen:]
                 seen += len(new)
-                if request.status != RequestStatus.FINISHED:
-                    if new:
-                        yield StreamDelta(detokenizer.add(new), new)
-                    continue
-                text = detokenizer.add(new[:-1] if request.matched_token_id is not None else new)
-                yield StreamDelta(text + detokenizer.finish(), new, self._output(request, prompt))
+                if request.status == RequestStatus.FINISHED:
+                    text = detokenizer.add(new[:-1] if request.matched_token_id is not None else new)
+                    yield StreamDelta(text + detokenizer.finish(), new, self._output(request, prompt))
+                    return
+                if new:
+                    yield StreamDelta(detokenizer.add(new), new)
+                else:
+                    self._step()
         finally:
             self._abort([request])
 
     def _run(
-        self, inputs: Iterator[tuple[int, Any, SamplingParams]], *, window: int | None, bar: display.GenerationBar
+        self,
+        inputs: Iterator[tuple[int, Any, SamplingParams] | None],
+        *,
+        window: int | None,
+        bar: display.GenerationBar,
     ) -> Iterator[tuple[int, Request | JaxOverlapError]]:
         """Keeps up to `window` inputs in the engine and yields each one's request when it has finished."""
         done: deque[Request] = deque()
@@ -230,9 +242,12 @@ class LLM:
         try:
             while True:
                 while not exhausted and (window is None or len(indices) < window):
-                    item = next(inputs, None)
-                    if item is None:
+                    try:
+                        item = next(inputs)
+                    except StopIteration:
                         exhausted = True
+                        break
+                    if item is None:
                         break
                     index, ids, params = item
                     try:
@@ -246,7 +261,9 @@ class LLM:
                         continue
                     indices[request.request_id] = (index, request)
                 if not indices:
-                    return
+                    if exhausted:
+                        return
+                    continue
                 new_tokens = self._step()
                 bar.update(finished=len(done), new_tokens=new_tokens)
                 while done:

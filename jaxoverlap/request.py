@@ -52,7 +52,10 @@ class RequestStatus(enum.StrEnum):
 
 
 _KNOWN_ELSEWHERE = frozenset(
-    ["n", "best_of", "min_tokens", "stop", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "top_logprobs", "logit_bias", "repetition_penalty", "presence_penalty", "frequency_penalty", "response_format", "tools", "tool_choice", "bad_words", "allowed_token_ids"]
+    """
+    n best_of min_tokens stop include_stop_str_in_output logprobs prompt_logprobs top_logprobs logit_bias
+    repetition_penalty presence_penalty frequency_penalty response_format tools tool_choice bad_words allowed_token_ids
+    """.split()  # noqa: SIM905
 )
 
 
@@ -246,7 +249,11 @@ class Request:
 
 
 def _check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
-    good = isinstance(value, int | float | np.number) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    try:
+        good = good and math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        good = False
     if not good or not low <= value <= high or (low_open and value == low):
         raise InvalidRequestError(name, value, f"use {allowed}")
 

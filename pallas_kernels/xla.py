@@ -1,1 +1,213 @@
-from pallas_kernels.reference import decode_attention, extend_attention, write_kv  # noqa: F401
+"""Plain XLA: the CPU path, and the oracle of the GPU kernels.
+
+One idea carries both attentions. Work is cut into tiles of queries; a tile walks
+its context in blocks of positions with an online softmax, in a loop whose bound is
+the tile's true length. So cost follows the lengths while shapes do not: one
+executable serves any context up to C*S, and there is no context bucket to compile.
+
+What makes it fast on XLA's CPU back end, all measured:
+
+- Positions, not pages, are gathered, each one [K, D] contiguous. A position past the
+  row's end is clamped to its last one, so stale memory is never read: no mask over
+  keys and values, no NaN from a page that was never written, any page size.
+- Decode has too few queries per KV head for a batched product over heads, whose
+  operands would have to be transposed first. The queries are spread block-diagonally
+  over all heads instead, and a row's block is one [H, K*D] x [K*D, X] product. The
+  zeros cost less than the transposes.
+- What depends on lengths alone (order, tile map) is computed from the step's
+  arguments, so that layers in one jitted function share it.
+
+Sources: online softmax over blocks, FlashAttention (Dao et al. 2022,
+arXiv:2205.14135) after Milakov and Gimelshein (arXiv:1805.02867); page tables,
+PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+DECODE_ROWS = 8  # rows in a decode tile
+DECODE_BLOCK = 64  # positions per iteration
+EXTEND_QUERIES = 64  # tokens in an extend tile
+EXTEND_BLOCK = 128
+
+_FLOOR = float(jnp.finfo(jnp.float32).min)
+
+
+def write_kv(
+    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Scatter by [page, offset]. Flattening the pool to index it by slot copies it when T is 1."""
+    size = jnp.int32(k_pages.shape[1])
+    at = (lax.div(slots, size), lax.rem(slots, size))
+    return (
+        k_pages.at[at].set(k.astype(k_pages.dtype), mode="drop"),
+        v_pages.at[at].set(v.astype(v_pages.dtype), mode="drop"),
+    )
+
+
+def _blocks(positions: jax.Array, block: int) -> jax.Array:
+    return lax.div(positions + jnp.int32(block - 1), jnp.int32(block))
+
+
+def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, start, size, axis=0)
+
+
+def _locate(
+    table: jax.Array, positions: jax.Array, page_offset: int, pages: int, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Page and offset of positions [w, X] through page tables [w, C]."""
+    page = jnp.take_along_axis(table, lax.div(positions, jnp.int32(size)), axis=1, mode="clip")
+    # Only a row of length 0 can reach an invalid id; its result is dropped later.
+    page = jnp.clip(page + jnp.int32(page_offset), 0, pages - 1)
+    return page, lax.rem(positions, jnp.int32(size))
+
+
+def _get(pool: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return pool.at[at].get(mode="promise_in_bounds").astype(jnp.float32)
+
+
+def _online(
+    state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """One step of the softmax: the new maximum, sum, rescaled accumulator and weights."""
+    top, total, acc = state
+    new = jnp.maximum(top, scores.max(axis=-1))
+    weights = jnp.exp(scores - new[..., None])
+    shrink = jnp.exp(top - new)
+    return new, total * shrink + weights.sum(axis=-1), acc * shrink[..., None], weights
+
+
+def decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    page_offset: int,
+    scale: float,
+) -> jax.Array:
+    """Rows in tiles of DECODE_ROWS, sorted by length so that a tile's rows end together."""
+    rows, heads, dim = q.shape
+    pages, size, kv_heads, _ = k_pages.shape
+    group, wide, block = heads // kv_heads, kv_heads * dim, DECODE_BLOCK
+    tile = min(DECODE_ROWS, rows)
+    tiles = -(-rows // tile)
+
+    spread = jnp.eye(kv_heads, dtype=jnp.float32)[:, None, :, None]  # [K, 1, K, 1]
+    q32 = (q.astype(jnp.float32) * scale).reshape(rows, kv_heads, group, 1, dim)
+    q32 = (q32 * spread[None]).reshape(rows, heads, wide)
+    if tiles > 1:
+        order = jnp.argsort(-seq_lens)
+        # Filler rows of the last tile repeat row 0 with length 0.
+        order = jnp.pad(order, (0, tiles * tile - rows))
+        real = jnp.arange(tiles * tile, dtype=jnp.int32) < rows
+        q32, page_table = q32[order], page_table[order]
+        lengths = jnp.where(real, seq_lens[order], 0)
+    else:
+        order, lengths = None, seq_lens
+
+    def run(start: jax.Array, out: jax.Array) -> jax.Array:
+        q_tile, table, length = (_rows(x, start, tile) for x in (q32, page_table, lengths))
+        last = jnp.maximum(length - 1, 0)[:, None]
+
+        def step(j: jax.Array, state: tuple) -> tuple:
+            positions = (j * block + jnp.arange(block, dtype=jnp.int32))[None, :]
+            at = _locate(table, jnp.minimum(positions, last), page_offset, pages, size)
+            keys = _get(k_pages, at).reshape(tile, block, wide)
+            scores = jnp.einsum("whd,wxd->whx", q_tile, keys)
+            scores = jnp.where((positions < length[:, None])[:, None, :], scores, _FLOOR)
+            top, total, acc, weights = _online(state, scores)
+            values = _get(v_pages, at).reshape(tile, block, wide)
+            return top, total, acc + jnp.einsum("whx,wxd->whd", weights, values)
+
+        init = (
+            jnp.full((tile, heads), _FLOOR, jnp.float32),
+            jnp.zeros((tile, heads), jnp.float32),
+            jnp.zeros((tile, heads, wide), jnp.float32),
+        )
+        _, total, acc = lax.fori_loop(0, _blocks(length.max(), block), step, init)
+        # The diagonal blocks are the result; the others mixed heads that do not belong together.
+        acc = acc.reshape(tile, kv_heads, group, kv_heads, dim)
+        acc = jnp.stack([acc[:, i, :, i] for i in range(kv_heads)], axis=1)
+        acc = acc.reshape(tile, heads, dim) / total[..., None]
+        acc = jnp.where((length > 0)[:, None, None], acc, 0.0).astype(q.dtype)
+        return lax.dynamic_update_slice_in_dim(out, acc, start, axis=0)
+
+    out = jnp.zeros((tiles * tile, heads, dim), q.dtype)
+    if order is None:
+        return run(jnp.int32(0), out)
+    out = lax.fori_loop(0, tiles, lambda t, out: run(t * tile, out), out)
+    return out[jnp.argsort(order[:rows])]
+
+
+def _tile_map(
+    cu_q_lens: jax.Array, seq_lens: jax.Array, tokens: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Cut every chunk into tiles: (number of tiles, row, first token, its position), [tiles] each."""
+    width = EXTEND_QUERIES
+    chunk = cu_q_lens[1:] - cu_q_lens[:-1]
+    per_row = _blocks(chunk, width)
+    ends = jnp.cumsum(per_row)
+    tile = jnp.arange(-(-tokens // width) + chunk.shape[0], dtype=jnp.int32)
+    row = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
+    row = jnp.minimum(row, chunk.shape[0] - 1)
+    skip = (tile - (ends[row] - per_row[row])) * width
+    return ends[-1], row, cu_q_lens[row] + skip, seq_lens[row] - chunk[row] + skip
+
+
+def extend_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    cu_q_lens: jax.Array,
+    seq_lens: jax.Array,
+    *,
+    page_offset: int,
+    scale: float,
+) -> jax.Array:
+    """Tiles of EXTEND_QUERIES tokens of one row each, in token order."""
+    tokens, heads, dim = q.shape
+    pages, size, kv_heads, _ = k_pages.shape
+    group, width, block = heads // kv_heads, EXTEND_QUERIES, EXTEND_BLOCK
+    count, row_of, first_of, position_of = _tile_map(cu_q_lens, seq_lens, tokens)
+    # A tile may reach past the last token.
+    q32 = jnp.pad(q.astype(jnp.float32) * scale, ((0, width), (0, 0), (0, 0)))
+
+    def run(t: jax.Array, out: jax.Array) -> jax.Array:
+        row, first, position = row_of[t], first_of[t], position_of[t]
+        length = seq_lens[row]
+        table = _rows(page_table, row, 1)
+        q_tile = _rows(q32, first, width).reshape(width, kv_heads, group, dim)
+        q_tile = q_tile.transpose(1, 2, 0, 3).reshape(kv_heads, group * width, dim)
+        own = position + jnp.arange(width, dtype=jnp.int32)
+
+        def step(j: jax.Array, state: tuple) -> tuple:
+            positions = j * block + jnp.arange(block, dtype=jnp.int32)
+            inside = jnp.minimum(positions, length - 1)[None, :]
+            at = _locate(table, inside, page_offset, pages, size)
+            scores = jnp.einsum("kmd,xkd->kmx", q_tile, _get(k_pages, at)[0])
+            seen = positions[None, :] <= own[:, None]
+            scores = jnp.where(jnp.tile(seen, (group, 1))[None], scores, _FLOOR)
+            top, total, acc, weights = _online(state, scores)
+            return top, total, acc + jnp.einsum("kmx,xkd->kmd", weights, _get(v_pages, at)[0])
+
+        init = (
+            jnp.full((kv_heads, group * width), _FLOOR, jnp.float32),
+            jnp.zeros((kv_heads, group * width), jnp.float32),
+            jnp.zeros((kv_heads, group * width, dim), jnp.float32),
+        )
+        visible = jnp.minimum(position + width, length)
+        _, total, acc = lax.fori_loop(0, _blocks(visible, block), step, init)
+        acc = (acc / total[..., None]).reshape(kv_heads, group, width, dim)
+        acc = acc.transpose(2, 0, 1, 3).reshape(width, heads, dim).astype(q.dtype)
+        # Where a tile runs over its chunk, the next tile or the last line overwrites the excess.
+        return lax.dynamic_update_slice_in_dim(out, acc, first, axis=0)
+
+    out = jnp.zeros((tokens + width, heads, dim), q.dtype)
+    out = lax.fori_loop(0, count, run, out)[:tokens]
+    real = jnp.arange(tokens, dtype=jnp.int32) < cu_q_lens[-1]
+    return jnp.where(real[:, None, None], out, jnp.zeros((), q.dtype))

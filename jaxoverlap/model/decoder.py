@@ -136,7 +136,7 @@ class Decoder(nn.Module):
           [T, hidden] in `dtype`, before the final norm: take the rows that need logits, then call `logits`.
         """
         c = self.config
-        x = self.embedding.at[token_ids].get(mode="fill", fill_value=0)
+        x = jnp.take(self.embedding, token_ids, axis=0, mode="fill", fill_value=0)
         cos_sin = rope_phases(positions, c)
         for index, layer in enumerate(self.layers):
             qk_norms = self.qk_norms[index] if c.qk_norm else None

@@ -48,6 +48,8 @@ class SafetensorsFile:
             entries = json.loads(self.header, object_pairs_hook=self._unique)
         except ValueError as error:
             raise ModelError(f"{path}: unreadable safetensors header: {error}") from error
+        if not isinstance(entries, dict):
+            raise ModelError(f"{path}: unreadable safetensors header: expected a JSON object")
         entries.pop("__metadata__", None)
         self._entries: dict[str, dict[str, Any]] = entries
         for name in entries:

@@ -20,7 +20,7 @@ def enable(folder: str | None) -> Path | None:
     """
     if folder == "off":
         return None
-    path = Path(folder or jax.config.read("jax_compilation_cache_dir") or default_folder())
+    path = Path(folder or getattr(jax.config, "jax_compilation_cache_dir", None) or default_folder())
     path.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(path))
     # By default entries that took under a second are not kept, and small steps take less.

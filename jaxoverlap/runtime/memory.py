@@ -31,7 +31,7 @@ def kv_memory_bytes(config: EngineConfig, device: jax.Device) -> int:
     left = int(config.gpu_memory_fraction * stats["bytes_limit"]) - stats.get("bytes_in_use", 0)
     if left <= 0:
         raise ConfigError(
-            f"gpu_memory_fraction: {config.gpu_memory_fraction} of {stats['bytes_limit'] / 2**30:.1f} GiB leaves nothing "
-            f"beside the {stats.get('bytes_in_use', 0) / 2**30:.1f} GiB in use; raise it or take a smaller model"
+            f"gpu_memory_fraction: {config.gpu_memory_fraction} of {stats['bytes_limit'] / 2**30:.1f} GiB leaves "
+            f"nothing beside the {stats.get('bytes_in_use', 0) / 2**30:.1f} GiB used; raise it or use a smaller model"
         )
     return left

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import datetime
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.exceptions
@@ -109,7 +109,7 @@ def _plain(value: Any, field: str) -> Any:
 class _GenerationBlock(jinja2.ext.Extension):
     """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

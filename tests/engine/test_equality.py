@@ -9,7 +9,7 @@ from jaxoverlap.request import FinishReason, SamplingParams
 from tests.tiny import VOCAB_SIZE, dense_greedy, drain, make_engine, random_requests
 
 GAP = 1e-2
-"""Different step shapes may differ in the last bits; where the two highest logits are closer than this, so may tokens."""
+"""Step shapes may differ in the last bits; where the two highest logits are closer than this, so may tokens."""
 
 
 def outcomes(requests):

@@ -1,0 +1,176 @@
+"""The files of a batch: an input read line by line, an output that a crash leaves good enough to go on with.
+
+The output is appended to, one whole line at a time. After a crash its last line may be half there:
+
+    {"id": "batch_req_…}⏎ {"id": "batch_req_…}⏎ {"id": "batch_re
+    |<──────────── kept, and not done again ──>|<─ cut off ─────>|
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from jaxoverlap.cli.batch_format import LINE_START, BadLine, read_key, too_long
+from jaxoverlap.cli.command import CommandError
+
+MAX_LINE_BYTES = 16 << 20
+SYNC_SECONDS = 5.0
+STANDARD = "-"
+
+
+def open_input(name: str) -> BinaryIO:
+    """Raises CommandError when it can't be read."""
+    if name == STANDARD:
+        return sys.stdin.buffer
+    try:
+        return open(name, "rb")
+    except OSError as error:
+        raise _failed(name, error) from error
+
+
+def read_lines(file: BinaryIO, name: str, limit: int = MAX_LINE_BYTES) -> Iterator[tuple[int, bytes | BadLine]]:
+    """Lines that are not blank with their numbers from 1, one in memory at a time; `BadLine` for a longer one."""
+    number = 0
+    while True:
+        try:
+            line = file.readline(limit + 1)
+            is_long = len(line) > limit and not line.endswith(b"\n")
+            rest = line
+            while is_long and rest and not rest.endswith(b"\n"):
+                rest = file.readline(limit)
+        except OSError as error:
+            raise _failed(name, error) from error
+        if not line:
+            return
+        number += 1
+        if is_long:
+            yield number, too_long(number, limit)
+        elif line.strip():
+            yield number, line
+
+
+@dataclass
+class Answered:
+    """Which lines an output holds the answers to, as hashes of their keys: some 100 bytes each."""
+
+    succeeded: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)
+
+    def add(self, key: str | int, is_error: bool) -> None:
+        if is_error:
+            self.failed.add(hash(key))
+        else:
+            self.succeeded.add(hash(key))
+            self.failed.discard(hash(key))
+
+
+class BatchOutput:
+    """Takes whole lines.
+
+    Attributes:
+      answered: what it held when it was opened.
+    """
+
+    def __init__(self, name: str, file: BinaryIO, answered: Answered) -> None:
+        self.name = name
+        self.answered = answered
+        self._file = file
+        self._is_on_disk = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+        self._synced = time.monotonic()
+
+    def write(self, line: bytes) -> None:
+        """Raises BrokenPipeError when the reader of a pipe has gone, CommandError for what else can happen."""
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._file.flush()
+            if time.monotonic() - self._synced > SYNC_SECONDS:
+                self.sync()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise _failed(self.name, error) from error
+
+    def sync(self) -> None:
+        """Returns when what was written would survive a power cut."""
+        if self._is_on_disk:
+            os.fsync(self._file.fileno())
+        self._synced = time.monotonic()
+
+    def __enter__(self) -> BatchOutput:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            self.sync()
+        except OSError as error:
+            raise _failed(self.name, error) from error
+        finally:
+            if self._file is not sys.stdout.buffer:
+                self._file.close()
+
+
+def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: bool) -> BatchOutput:
+    """Opens an output to go on with, or a new one.
+
+    Args:
+      source: the input, which must not be the same file.
+      overwrite: forget what it holds.
+      retry_errors: count errors in it as not answered.
+
+    Raises:
+      CommandError: it can't be written, or it holds something else than the output of a batch.
+    """
+    answered = Answered()
+    try:
+        if name == STANDARD:
+            _refuse_same_file(name, os.fstat(sys.stdout.fileno()), source)
+            return BatchOutput("standard output", sys.stdout.buffer, answered)
+        path = Path(name)
+        if path.exists():
+            _refuse_same_file(name, path.stat(), source)
+            if path.is_file() and not overwrite:
+                _recover(path, answered, retry_errors)
+        # Unbuffered: a line goes to the system whole, and nothing is left over to fail again when it is closed.
+        return BatchOutput(name, open(path, "wb" if overwrite else "ab", buffering=0), answered)
+    except OSError as error:
+        raise _failed(name, error) from error
+
+
+def _recover(path: Path, answered: Answered, retry_errors: bool) -> None:
+    """Learns what is answered, and cuts off a half-written last line."""
+    with path.open("r+b") as file:
+        end = 0
+        for number, line in enumerate(file, start=1):
+            try:
+                if not line.endswith(b"\n"):
+                    raise ValueError("half a line")
+                key, is_error = read_key(line)
+            except ValueError:
+                ours = end > 0 or line.startswith(LINE_START) or LINE_START.startswith(line)
+                if not ours or file.read(1):
+                    raise CommandError(
+                        f"{path}: line {number} is not the output of a batch; name another file, or use --overwrite"
+                    ) from None
+                break
+            if not (is_error and retry_errors):
+                answered.add(key, is_error)
+            end += len(line)
+        file.truncate(end)
+
+
+def _refuse_same_file(name: str, output: os.stat_result, source: BinaryIO) -> None:
+    if stat.S_ISREG(output.st_mode) and os.path.samestat(output, os.fstat(source.fileno())):
+        raise CommandError(f"{name}: the output is the same file as the input")
+
+
+def _failed(name: str, error: OSError) -> CommandError:
+    return CommandError(f"{name}: {error.strerror or error}")

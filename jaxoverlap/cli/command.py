@@ -1,0 +1,122 @@
+"""How a command begins and ends: what is said on standard error, and the exit code:
+
+    0    everything succeeded
+    1    some of it failed
+    2    nothing succeeded, or the command could not start or go on; one line "error: …" says why
+    130  Ctrl-C
+    141  whoever read standard output has gone (`| head`)
+
+Standard output is for answers only.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+
+from jaxoverlap.cli.options import expand_groups
+from jaxoverlap.errors import JaxOverlapError
+
+if TYPE_CHECKING:
+    from jaxoverlap.llm import LLM
+
+OK, SOME_FAILED, FAILED, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
+
+_NOISY = ("jax", "absl", "transformers", "huggingface_hub")
+
+
+class CommandError(Exception):
+    """Ends the command with its one line on standard error and exit code 2."""
+
+
+def as_command(work: Callable[..., int]) -> Callable[..., None]:
+    """Makes a typer command of a function that takes option groups and returns its exit code."""
+    with_options = expand_groups(work)
+
+    @functools.wraps(with_options)
+    def run(**options: Any) -> None:
+        raise typer.Exit(_exit_code(functools.partial(with_options, **options)))
+
+    return run
+
+
+def say(text: str) -> None:
+    """One line on standard error."""
+    print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
+
+
+def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool) -> LLM:
+    """Loads the model and compiles, with the engine's log on standard error and without JAX's.
+
+    Args:
+      settings: arguments for `LLM`.
+      progress: as for `LLM`; `quiet` turns it off, and leaves only warnings of the log.
+
+    Raises:
+      CommandError, JaxOverlapError: it can't start.
+    """
+    _set_up_log(quiet)
+    try:
+        from jaxoverlap.llm import LLM
+
+        return LLM(progress=False if quiet else progress, **settings)
+    except (OSError, RuntimeError, MemoryError) as error:  # a cache folder, a driver, the memory
+        raise CommandError(f"cannot start: {type(error).__name__}: {error}") from error
+
+
+def _exit_code(work: Callable[[], int]) -> int:
+    try:
+        return work()
+    except (CommandError, JaxOverlapError) as error:
+        say(f"error: {error}")
+        return FAILED
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():  # the terminal has just echoed ^C
+            print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return PIPE_CLOSED
+    except OSError as error:  # standard output's disk is full, say; files and start-up have their own messages
+        _forget_stdout()
+        say(f"error: {error.strerror or error}")
+        return FAILED
+
+
+def _forget_stdout() -> None:
+    """What is still in its buffer goes nowhere, instead of failing once more when Python exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _set_up_log(quiet: bool) -> None:
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA's; read when jax is imported
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if quiet:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    log = logging.getLogger("jaxoverlap")
+    log.setLevel(logging.WARNING if quiet else logging.INFO)
+    log.handlers = [_ConsoleHandler()]
+    log.propagate = False
+
+
+class _ConsoleHandler(logging.Handler):
+    """Writes whole lines through the console that also draws the progress bars, so that neither cuts the other."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from jaxoverlap import display
+
+        console: Console = display.console
+        style = "yellow" if record.levelno >= logging.WARNING else None
+        console.print(record.getMessage(), style=style, soft_wrap=True, markup=False, highlight=False)

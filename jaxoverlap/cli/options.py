@@ -1,0 +1,166 @@
+"""The options that commands share: one class for the engine's, one for sampling. A command takes an instance of
+each, and `expand_groups` shows typer the options inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.request import SamplingParams
+
+_engine = functools.partial(typer.Option, rich_help_panel="Engine", show_default=False)
+_sampling = functools.partial(typer.Option, rich_help_panel="Sampling", show_default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Fields of `EngineConfig`; None leaves one at its default."""
+
+    model: Annotated[
+        str | None,
+        _engine(help="Folder with safetensors, .gguf file or Hugging Face hub id. Default: SmolLM2-135M-Instruct."),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        _engine(
+            metavar="auto|float32|bfloat16",
+            help="Of weights, activations and KV pages. Default: auto, which is float32 on a CPU, bfloat16 on a GPU.",
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None, _engine(help="Longest prompt and outputs together, in tokens. Default: the model's own.")
+    ] = None
+    max_running: Annotated[
+        int | None,
+        _engine(
+            help="Requests that decode together at most. Default: 32 on a CPU, 256 on a GPU; for generate as many as "
+            "there are prompts, 32 at most."
+        ),
+    ] = None
+    max_batched_tokens: Annotated[
+        int | None,
+        _engine(
+            help="Prompt tokens in one step at most; longer prompts run in chunks. Default: 512 on a CPU, 2048 on a "
+            "GPU; for generate less where the prompts are short, which starts sooner."
+        ),
+    ] = None
+    page_size: Annotated[int | None, _engine(help="Tokens in a KV page. Default: 16.")] = None
+    num_pages: Annotated[int | None, _engine(help="KV pages. Default: as many as the memory for them holds.")] = None
+    kv_memory_gib: Annotated[
+        float | None,
+        _engine(
+            help="Memory for KV pages in GiB. Default: 2 on a CPU (less where memory is short); on a GPU what "
+            "--gpu-memory-fraction leaves beside the weights."
+        ),
+    ] = None
+    gpu_memory_fraction: Annotated[
+        float | None, _engine(help="Share of the GPU's memory to use, above 0, at most 1. Default: 0.9.")
+    ] = None
+    lookahead: Annotated[
+        int | None,
+        _engine(help="Launched steps whose results may stay unread: 0 is serial, 1 hides the host's time. Default: 1."),
+    ] = None
+    attention: Annotated[str | None, _engine(metavar="auto|xla", help="Attention kernels. Default: auto.")] = None
+    compile_cache: Annotated[
+        str | None,
+        _engine(
+            metavar="FOLDER|off",
+            help="Keeps compiled steps for the next start. Default: jaxoverlap/xla in the user's cache folder.",
+        ),
+    ] = None
+
+    def settings(self, **defaults: Any) -> dict[str, Any]:
+        """Arguments for `LLM`: what was given, else `defaults`.
+
+        Raises:
+          ConfigError: a value out of range; nothing has been loaded yet.
+        """
+        settings = defaults | _given(self)
+        EngineConfig(**settings)
+        return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """Fields of `SamplingParams`; None leaves one at the command's default."""
+
+    temperature: Annotated[
+        float | None,
+        _sampling(help="0 is greedy: the most probable token, always. Default: 0 for generate, 1 for batch."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        _sampling(help="Keep the smallest set of tokens that together are this probable, in (0, 1]. Default: 1."),
+    ] = None
+    top_k: Annotated[int | None, _sampling(help="Keep the k most probable tokens; 0 keeps all. Default: 0.")] = None
+    min_p: Annotated[
+        float | None,
+        _sampling(help="Drop tokens less probable than this times the most probable one, in [0, 1]. Default: 0."),
+    ] = None
+    seed: Annotated[
+        int | None, _sampling(help="Makes sampling repeatable. Default: a new one for each prompt, shown in the JSON.")
+    ] = None
+    max_tokens: Annotated[
+        int | None,
+        _sampling(help="Tokens to generate at most. Default: 256 for generate; what fits the context for batch."),
+    ] = None
+    stop_token_ids: Annotated[
+        list[int] | None,
+        _sampling("--stop-token-id", help="A token id that ends the answer; may be given several times."),
+    ] = None
+    ignore_eos: Annotated[
+        bool | None, _sampling("--ignore-eos", help="Go on through the model's end-of-sequence tokens.")
+    ] = None
+    keep_special_tokens: Annotated[
+        bool | None, _sampling("--keep-special-tokens", help="Leave special tokens in the text.")
+    ] = None
+
+    def values(self, **defaults: Any) -> dict[str, Any]:
+        """Arguments for `SamplingParams`: what was given, else `defaults`.
+
+        Raises:
+          InvalidRequestError: a value out of range.
+        """
+        values = defaults | _given(self)
+        if values.pop("keep_special_tokens", False):
+            values["skip_special_tokens"] = False
+        SamplingParams(**values)
+        return values
+
+
+def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if value not in (None, [])}
+
+
+def expand_groups(command: Callable[..., int]) -> Callable[..., int]:
+    """Replaces parameters that are option groups (dataclasses) by the options inside, which is what typer sees."""
+    hints = get_type_hints(command, include_extras=True)
+    own = inspect.signature(command).parameters.values()
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+    parameters = [
+        parameter.replace(annotation=hints[parameter.name], kind=parameter.KEYWORD_ONLY)
+        for parameter in own
+        if parameter.name not in groups
+    ]
+    for group in groups.values():
+        for name, hint in get_type_hints(group, include_extras=True).items():
+            default = getattr(group, name)
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> int:
+        for name, group in groups.items():
+            options = {field.name: given.pop(field.name) for field in dataclasses.fields(group)}
+            given[name] = group(**options)
+        return command(**given)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run

@@ -1,0 +1,35 @@
+"""The decoder with plain causal attention over one sequence: no pages, no batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxoverlap.model.config import ModelConfig
+from jaxoverlap.model.decoder import Decoder
+
+
+def dense_attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """q [T, H, D], k and v [T, K, D] → [T, H, D]; every token sees itself and those before it."""
+    tokens, heads, head_dim = q.shape
+    k, v = (jnp.repeat(x, heads // k.shape[1], axis=1) for x in (k, v))
+    scores = jnp.einsum("thd,shd->hts", q, k, preferred_element_type=jnp.float32) * head_dim**-0.5
+    scores = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), scores, -jnp.inf)
+    return jnp.einsum("hts,shd->thd", jax.nn.softmax(scores, axis=-1), v).astype(q.dtype)
+
+
+def dense_logits(config: ModelConfig, weights: Any, token_ids: Any, first_position: int = 0) -> np.ndarray:
+    """float32 [T, V] for a sequence whose first token is at `first_position`."""
+    embedding = weights["params"]["embedding"]
+    decoder = Decoder(config, embedding.dtype)
+
+    @jax.jit
+    def run(weights: Any, token_ids: jax.Array, positions: jax.Array) -> Any:
+        hidden = decoder.apply(weights, token_ids, positions, dense_attend)
+        return decoder.apply(weights, hidden, method=Decoder.logits)
+
+    ids = np.asarray(token_ids, np.int32)
+    return np.asarray(run(weights, ids, first_position + np.arange(len(ids), dtype=np.int32)))

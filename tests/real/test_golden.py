@@ -1,0 +1,74 @@
+"""The embedded model, decoded by the whole engine, against transformers.
+
+`tests/data/golden.json`: 8 prompts (raw and chat), 64 greedy ids each, by transformers 5.24.0 with torch 2.13.0 in
+float32, and the gap between the two highest log-probabilities. The smallest gap is 0.0014, far above what float32
+rounding moves, so all 512 ids are compared.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jaxoverlap import LLM, FinishReason, SamplingParams
+
+pytestmark = pytest.mark.real_model
+
+ITEMS = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text())["items"]
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(max_running=8, max_batched_tokens=64, max_model_len=512, progress=False) as llm:
+        yield llm
+        assert llm.runner.compiles_after_ready == 0
+
+
+@pytest.mark.parametrize("lookahead", [0, 1])
+def test_greedy_ids_equal_those_of_transformers_in_one_batch(llm, lookahead):
+    llm.engine.loop.lookahead = lookahead
+    outputs = llm.generate([item["prompt_ids"] for item in ITEMS], GREEDY)
+    assert [output.token_ids for output in outputs] == [item["output_ids"] for item in ITEMS]
+
+
+@pytest.mark.parametrize("index", [0, 3, 5, 7])
+def test_greedy_ids_equal_those_of_transformers_alone(llm, index):
+    (output,) = llm.generate(ITEMS[index]["prompt_ids"], GREEDY)
+    assert output.token_ids == ITEMS[index]["output_ids"]
+
+
+def test_prompts_give_the_ids_of_transformers(llm):
+    for item in ITEMS:
+        prompt = item["prompt"]
+        chat = [{"role": "user", "content": prompt}]
+        (output,) = llm.generate(prompt if item["kind"] == "raw" else chat, SamplingParams(max_tokens=1))
+        assert output.prompt_token_ids == item["prompt_ids"]
+
+
+def test_a_chat_ends_by_itself_and_streams_what_it_generates(llm):
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    params = SamplingParams(temperature=0, max_tokens=60)
+    (whole,) = llm.generate(chat, params)
+    deltas = list(llm.stream(chat, params))
+    assert whole.finish_reason == FinishReason.EOS
+    assert "Paris" in whole.text
+    assert "".join(delta.text for delta in deltas) == whole.text == deltas[-1].output.text
+    assert [i for delta in deltas for i in delta.token_ids] == whole.token_ids
+    assert whole.token_ids[-1] == whole.matched_token_id
+    assert "<|im_end|>" not in whole.text
+
+
+def test_streams_may_be_drawn_in_turn_and_left(llm):
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    first, second, third = (llm.stream(item["prompt_ids"], params) for item in ITEMS[:3])
+    heads = [next(first), next(second), next(third)]
+    third.close()
+    got = [heads[0].token_ids + [i for delta in first for i in delta.token_ids]]
+    got.append(heads[1].token_ids + [i for delta in second for i in delta.token_ids])
+    assert got == [item["output_ids"][:24] for item in ITEMS[:2]]
+    assert not llm.engine.has_work
+    pool = llm.engine.loop.scheduler.pool
+    assert pool.num_free == pool.num_pages
