@@ -226,7 +226,7 @@ class LLM:
                 else:
                     self._step()
         finally:
-            self._abort([request])
+            self._leave([request])
 
     def _run(
         self,
@@ -271,7 +271,7 @@ class LLM:
                     index, _ = indices.pop(request.request_id)
                     yield index, request
         finally:
-            self._abort([request for _, request in indices.values()])
+            self._leave([request for _, request in indices.values()])
 
     def _add(self, ids: Any, params: SamplingParams, waiter: deque[Request]) -> Request:
         with self._lock:
@@ -292,15 +292,16 @@ class LLM:
                         waiter.append(request)
             return len(output.token_ids)
 
-    def _abort(self, requests: Iterable[Request]) -> None:
+    def _leave(self, requests: Iterable[Request]) -> None:
+        """Aborts what is unfinished of a call that ends, and brings home what nobody else would."""
         with self._lock:
-            unfinished = [request for request in requests if request.status != RequestStatus.FINISHED]
-            if self._closed or self.engine.has_failed or not unfinished:
+            if self._closed or self.engine.has_failed:
                 return
-            for request in unfinished:
+            for request in requests:
                 self._waiters.pop(request.request_id, None)
                 self.engine.abort(request)
-            while self.engine.has_work and not self._waiters:  # nobody else would bring the pages home
+            # Steps in flight still hold rows and pages; if others are waiting, they will read them.
+            while self.engine.has_work and not self._waiters:
                 self.engine.step()
 
     def _check_open(self) -> None:

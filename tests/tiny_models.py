@@ -12,7 +12,7 @@ import numpy as np
 import tokenizers
 import torch
 import transformers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 VOCAB_SIZE = 320
 _COMMON = {
@@ -107,12 +107,15 @@ def save_folder(model: Any, folder: Path, *, shards: int = 1, config: dict[str, 
     return folder
 
 
-def make_tokenizer(pre: str = "smollm") -> tokenizers.Tokenizer:
-    """A small byte-level BPE tokenizer with five special tokens and one user-defined token."""
+def make_tokenizer(*, bos: bool = False) -> tokenizers.Tokenizer:
+    """A small byte-level BPE tokenizer with five special tokens and one user-defined token.
+
+    It splits digits as SmolLM2's does; `bos` makes it put `<s>` before every text.
+    """
     tokenizer = tokenizers.Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     digits = pre_tokenizers.Digits(individual_digits=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level]) if pre == "smollm" else byte_level
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
@@ -123,6 +126,8 @@ def make_tokenizer(pre: str = "smollm") -> tokenizers.Tokenizer:
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer
 
 

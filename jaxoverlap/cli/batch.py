@@ -88,8 +88,8 @@ def batch(
     settings = engine.settings()
     # A progress bar and the answers would write over each other on a terminal.
     progress = False if target == STANDARD else None
-    file = open_input(source)
     with (
+        open_input(source) as file,
         open_output(target, file, overwrite=overwrite, retry_errors=retry_errors) as output,
         command.load_llm(settings, progress=progress, quiet=quiet) as llm,
     ):

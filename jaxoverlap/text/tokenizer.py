@@ -27,6 +27,7 @@ class Tokenizer:
       backend: the wrapped tokenizer, for grammars.
       vocab_size: one more than the highest id (the model's table may be larger, or smaller).
       bos_token_id: the id that begins a sequence, or None.
+      adds_bos: `encode` puts it before a text.
       eos_token_ids: the ids that the tokenizer itself calls ends; a model's `ModelConfig` may know more.
       special_ids: ids that `skip_special_tokens` hides.
       is_byte_level: every token stands for bytes by itself, and decoding joins these bytes.
@@ -47,6 +48,7 @@ class Tokenizer:
         self.backend = backend
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False), *(i + 1 for i in added)])
         self.bos_token_id = bos_token_id
+        self.adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
@@ -105,8 +107,10 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise InvalidRequestError("prompt", text, f"valid Unicode is needed: {error.reason}") from error
-        ids = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        doubled = add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
+        # Unlike `encode`, the batch form lets other threads run: a long prompt takes seconds.
+        (encoding,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = encoding.ids
+        doubled = add_special_tokens and self.adds_bos and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

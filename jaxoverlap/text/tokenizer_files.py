@@ -1,8 +1,8 @@
 """A tokenizer from the files of a Hugging Face folder.
 
 tokenizer.json is what transformers' fast tokenizers run on; it is read directly because importing
-transformers takes seconds. tokenizer_config.json adds names (bos, eos), the chat template and, where
-it says so, whether a BOS is added.
+transformers takes seconds. tokenizer_config.json adds names (bos, eos) and the chat template. Whether a
+BOS is added is tokenizer.json's to say: `add_bos_token` is not read, as in transformers 5.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from tokenizers import AddedToken
 
 from jaxoverlap.errors import ModelError
 from jaxoverlap.text.tokenizer import Tokenizer, named_template, unreadable
-from jaxoverlap.text.tokenizer_gguf import bos_eos_processor
 
 _ADDED_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -55,13 +54,6 @@ def _apply_config(backend: tokenizers.Tokenizer, config: Mapping[str, Any], name
     for content in names.values():
         if content not in special and backend.token_to_id(content) is not None:
             backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])
-    if "add_bos_token" in config or "add_eos_token" in config or backend.post_processor is None:
-        bos = names.get("bos_token") if config.get("add_bos_token") else None
-        eos = names.get("eos_token") if config.get("add_eos_token") else None
-        for token in filter(None, (bos, eos)):
-            if backend.token_to_id(token) is None:
-                raise ModelError(f"tokenizer_config.json adds {token!r}, which tokenizer.json does not know")
-        backend.post_processor = bos_eos_processor(backend, bos, eos)
 
 
 def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:

@@ -61,7 +61,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     special_tokens = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     bos = special_tokens.get("bos_token") if get("add_bos_token", pre == "llama-bpe") else None
     eos = special_tokens.get("eos_token") if get("add_eos_token", False) else None
-    backend.post_processor = bos_eos_processor(backend, bos, eos)
+    backend.post_processor = _bos_eos_processor(backend, bos, eos)
     ends = (ids["eos_token"], get("eot_token_id"), get("eom_token_id"))
     return Tokenizer(
         backend,
@@ -71,7 +71,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     )
 
 
-def bos_eos_processor(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
+def _bos_eos_processor(backend: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> processors.PostProcessor:
     """Puts BOS and EOS, where given, around every encoded text."""
     around = [token for token in (bos, eos) if token]
     single = " ".join([f"{bos}:0"] * bool(bos) + ["$A:0"] + [f"{eos}:0"] * bool(eos))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -21,15 +22,20 @@ def dense_attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Ar
     return jnp.einsum("hts,shd->thd", jax.nn.softmax(scores, axis=-1), v).astype(q.dtype)
 
 
-def dense_logits(config: ModelConfig, weights: Any, token_ids: Any, first_position: int = 0) -> np.ndarray:
-    """float32 [T, V] for a sequence whose first token is at `first_position`."""
-    embedding = weights["params"]["embedding"]
-    decoder = Decoder(config, embedding.dtype)
+def dense_logits(config: ModelConfig, weights: Any, token_ids: Any) -> np.ndarray:
+    """float32 [T, V] for one sequence; compiles once for each model and length."""
+    ids = np.asarray(token_ids, np.int32)
+    run = _compiled(config, weights["params"]["embedding"].dtype)
+    return np.asarray(run(weights, ids, np.arange(len(ids), dtype=np.int32)))
+
+
+@functools.cache
+def _compiled(config: ModelConfig, dtype: Any) -> Any:
+    decoder = Decoder(config, dtype)
 
     @jax.jit
     def run(weights: Any, token_ids: jax.Array, positions: jax.Array) -> Any:
         hidden = decoder.apply(weights, token_ids, positions, dense_attend)
         return decoder.apply(weights, hidden, method=Decoder.logits)
 
-    ids = np.asarray(token_ids, np.int32)
-    return np.asarray(run(weights, ids, first_position + np.arange(len(ids), dtype=np.int32)))
+    return run

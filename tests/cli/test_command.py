@@ -1,0 +1,168 @@
+"""What a shell sees: quick help, exit codes, pipes that close, Ctrl-C. Processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+
+import pytest
+
+from jaxoverlap import __version__
+from jaxoverlap.cli.options import EngineOptions, SamplingOptions
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.request import SamplingParams
+from tests.cli.conftest import ROOT, read_answers, write_lines
+from tests.cli.test_batch import item, without_ids
+
+
+def test_options_are_those_of_the_engine_and_of_sampling():
+    assert [f.name for f in fields(EngineOptions)] == [f.name for f in fields(EngineConfig)]
+    names = {f.name for f in fields(SamplingOptions)} - {"keep_special_tokens"} | {"skip_special_tokens"}
+    assert names == {f.name for f in fields(SamplingParams)}
+
+
+def test_options_that_are_zero_or_false_are_given():
+    assert EngineOptions(lookahead=0).settings(lookahead=1) == {"lookahead": 0}
+    values = SamplingOptions(temperature=0.0, seed=0, keep_special_tokens=True, stop_token_ids=[]).values(seed=5)
+    assert values == {"temperature": 0.0, "seed": 0, "skip_special_tokens": False}
+
+
+def test_version(cli):
+    result = cli("--version")
+    assert (result.exit_code, result.stdout) == (0, f"jaxoverlap {__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_help_names_every_option(cli, command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    result = cli(command, "--help")
+    assert result.exit_code == 0
+    for field in (*fields(EngineOptions), *fields(SamplingOptions)):
+        option = "--" + field.name.replace("_", "-").replace("token-ids", "token-id")
+        [line] = [line for line in result.stdout.splitlines() if f"{option} " in line]
+        assert len(line.split()) > 6, "no help"
+
+
+@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["batch", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(args):
+    code = (
+        "import sys, atexit; from jaxoverlap.cli.main import main; "
+        "atexit.register(lambda: print([m for m in ('jax', 'flax', 'transformers', 'torch') if m in sys.modules])); "
+        f"sys.argv[1:] = {args}; main()"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("args", [["--nope"], ["generate", "--nope"], ["batch"], ["batch", "-i", "x"], ["nope"]])
+def test_usage_errors(cli, args):
+    assert cli(*args).exit_code == 2
+
+
+def test_no_prompt_on_a_terminal_is_a_usage_error(start):
+    ours, terminal = pty.openpty()
+    process = start("generate", stdin=terminal)
+    stdout, stderr = process.communicate(timeout=60)
+    os.close(terminal), os.close(ours)
+    assert (process.returncode, stdout) == (2, b"")
+    assert stderr.startswith(b"error: no prompt: ") and stderr.count(b"\n") == 1
+
+
+def test_answers_stream(start):
+    """The first piece is there long before the last."""
+    process = start("generate", "Once", "--seed", "7", "--ignore-eos", "--max-tokens", "100", "-q", step_seconds=0.03)
+    first = process.stdout.read(1)
+    begun = time.perf_counter()
+    rest = process.stdout.read()
+    assert len(first + rest) == 101 and time.perf_counter() - begun > 1.0
+
+
+def test_head_has_read_enough(start):
+    process = start("generate", "Once", "--seed", "7", "--ignore-eos", step_seconds=0.01)
+    assert process.stdout.read(3)
+    process.stdout.close()
+    process.stdout = None
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 141
+    assert stderr.startswith(b"on a toy: ") and stderr.count(b"\n") == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_a_full_disk(start, tmp_path, command):
+    source = write_lines(tmp_path / "in", item("a"))
+    args = ["generate", "Once"] if command == "generate" else ["batch", "-i", source, "-o", "-"]
+    with open("/dev/full", "wb") as full:
+        process = start(*args, "-q", stdout=full)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert stderr.endswith(b"No space left on device\n") and stderr.count(b"\n") == 1
+
+
+def test_ctrl_c_while_generating(start):
+    process = start("generate", "Once", "--seed", "7", "--ignore-eos", "-q", step_seconds=0.05)
+    assert process.stdout.read(3)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, b"")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_batch_goes_on_after_any_end(start, tmp_path, how):
+    items = [item(f"id {i}", max_tokens=20, ignore_eos=True) for i in range(60)]
+    source, out = write_lines(tmp_path / "in", *items), tmp_path / "out"
+    args = ["batch", "-i", source, "-o", out, "--max-running", "2"]
+    process = start(*args, step_seconds=0.01)
+    while not out.exists() or out.read_bytes().count(b"\n") < 7:
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(how)
+    _, stderr = process.communicate(timeout=60)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        log, summary = stderr.decode().splitlines()
+        assert summary.startswith("interrupted, the same command goes on from here: ")
+    else:
+        assert process.returncode == -how
+    done = out.read_bytes().count(b"\n")
+    assert 7 <= done < 60
+
+    process = start(*args)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert f"finished: {60 - done} done, 0 failed, {done} skipped".encode() in stderr
+    assert list(without_ids(out)) == [line["custom_id"] for line in items]
+
+
+def test_a_batch_through_pipes(start, tmp_path):
+    process = start("batch", "-i", "-", "-o", "-", "-q", stdin=subprocess.PIPE)
+    lines = "".join(json.dumps(item(f"é{i}")) + "\n" for i in range(5))
+    stdout, stderr = process.communicate(lines.encode(), timeout=60)
+    assert (process.returncode, stderr) == (0, b"")
+    (tmp_path / "out").write_bytes(stdout)
+    assert [answer["custom_id"] for answer in read_answers(tmp_path / "out")] == [f"é{i}" for i in range(5)]
+
+
+def test_standard_streams_may_not_be_one_file(start, tmp_path):
+    source = write_lines(tmp_path / "in", item("a"))
+    before = source.read_bytes()
+    with source.open("rb") as stdin, source.open("ab") as stdout:
+        process = start("batch", "-i", "-", "-o", "-", stdin=stdin, stdout=stdout)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and b"same file" in stderr
+    assert source.read_bytes() == before
+
+
+def test_any_locale_will_do(start):
+    """Text that the terminal can't show is replaced, not a traceback."""
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    process = start("generate", "a", "b\u00e9", "--max-tokens", "3", "-q", env=environment)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (0, b"")
+    assert b"==> 2/2: b? <==" in stdout

@@ -1,0 +1,131 @@
+"""`generate` on the toy device."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxoverlap.cli.generate import _fitting, in_order
+from jaxoverlap.request import SamplingParams
+from tests.cli import toy
+from tests.fakes import oracle
+
+
+def answer_to(prompt: str, max_tokens: int = 256) -> str:
+    tokenizer = toy.make_tokenizer()
+    ids = tokenizer.encode(prompt)
+    outputs, _ = oracle(ids, min(max_tokens, toy.CONTEXT - len(ids)), [toy.EOS_ID], salt=7)
+    return tokenizer.decode(outputs)
+
+
+def test_a_prompt_is_continued(cli):
+    result = cli("generate", "Once upon", "--seed", 7)
+    assert result.exit_code == 0
+    assert result.stdout == answer_to("Once upon").removesuffix("\n") + "\n"
+    log, summary = result.stderr.splitlines()
+    assert log.startswith("on a toy: KV pool: ") and "up to 1 requests" in log
+    assert summary.startswith("9 prompt tokens · ") and summary.endswith(" s · finished by eos")
+
+
+def test_chat_and_system(cli):
+    told = cli("generate", "--chat", "--system", "Be.", "Hi", "--seed", 7, "-q")
+    assert told.stdout == answer_to("system: Be.\nuser: Hi\nassistant: ").removesuffix("\n") + "\n"
+    assert told.stderr == ""
+    untold = cli("generate", "--chat", "Hi", "--seed", 7, "-q")
+    assert untold.stdout == answer_to("user: Hi\nassistant: ").removesuffix("\n") + "\n"
+
+
+@pytest.mark.parametrize("args", [[], ["-"]])
+@pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
+def test_standard_input(cli, args, ending):
+    result = cli("generate", *args, "--seed", 7, "--max-tokens", 9, stdin="a prompt" + ending)
+    assert result.stdout == answer_to("a prompt", 9) + "\n"
+
+
+def test_several_prompts_are_answered_in_order_under_headers(cli):
+    prompts = [f"prompt {i}" for i in range(40)]
+    result = cli("generate", *prompts, "--seed", 7, "--max-tokens", 30)
+    blocks = [
+        f"==> {i + 1}/40: {prompt} <==\n{answer_to(prompt, 30).removesuffix(chr(10))}\n"
+        for i, prompt in enumerate(prompts)
+    ]
+    assert result.stdout == "\n".join(blocks)
+    assert "up to 32 requests" in result.stderr
+
+
+def test_json(cli):
+    result = cli("generate", "a", "bb", "--json", "--seed", 7, "--max-tokens", 5, "--ignore-eos", "-q")
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert [first["index"], second["index"]] == [0, 1] and second["prompt"] == "bb"
+    assert second["text"] == answer_to("bb", 5) and len(second["token_ids"]) == 5
+    assert second["finish_reason"] == "length" and second["seed"] == 7
+    assert second["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    assert 0 <= second["timings"]["first_token_seconds"] <= second["timings"]["total_seconds"]
+
+
+def test_stop_ids(cli):
+    tokenizer = toy.make_tokenizer()
+    text = answer_to("abc", 20)
+    [stop_id] = tokenizer.encode(text[4])
+    result = cli("generate", "abc", "--seed", 7, "--stop-token-id", 95, "--stop-token-id", stop_id, "-q")
+    assert result.stdout == text[: text.index(text[4])] + "\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([""], "error: prompt: '' is not allowed; it has no tokens"),
+        (["a", ""], "error: prompt 2: prompt: '' is not allowed"),
+        (["x" * 256], "error: prompt: '256 tokens' is not allowed"),
+        (["a", "--max-tokens", "0"], "error: max_tokens: 0 is not allowed"),
+        (["a", "--temperature", "-1"], "error: temperature: -1.0 is not allowed"),
+        (["a", "--system", "x"], "error: --system needs --chat"),
+        (["-", "-"], "error: '-' (standard input) can be one prompt"),
+        (["a", "--model", "missing"], "error: missing: no such file or folder"),
+        (["a", "--dtype", "int3"], "error: dtype: 'int3' is not allowed; use one of auto, float32, bfloat16"),
+        ([toy.BROKEN], "error: the engine failed and must be restarted: RuntimeError: out of toys"),
+    ],
+)
+def test_errors_are_one_line(cli, args, said):
+    result = cli("generate", *args, "-q")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(said) and result.stderr.count("\n") == 1
+
+
+def test_standard_input_must_be_utf8(cli):
+    result = cli("generate", stdin=b"caf\xe9")
+    assert (result.exit_code, result.stderr) == (2, "error: standard input is not valid UTF-8 (byte 3)\n")
+
+
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_streams_in_order_lose_nothing(monkeypatch, together):
+    """The others end while the first is drawn from, and their last pieces are still there."""
+    monkeypatch.setattr("jaxoverlap.llm.build_engine", toy.build_engine)
+    from jaxoverlap.llm import LLM
+
+    lengths = [60, 3, 30, 1, 8]
+    with LLM(max_running=3, progress=False) as llm:
+        streams = [llm.stream("ab", SamplingParams(max_tokens=n, ignore_eos=True, seed=n)) for n in lengths]
+        pieces: list[list] = [[] for _ in lengths]
+        order = []
+        for index, delta in in_order(streams, together=together):
+            pieces[index].append(delta)
+            order.append(index)
+        assert order == sorted(order)
+        for n, deltas in zip(lengths, pieces, strict=True):
+            output = deltas[-1].output
+            assert output.token_ids == oracle(llm.tokenizer.encode("ab"), n, [], salt=n)[0]
+            assert output.token_ids == [token for delta in deltas for token in delta.token_ids]
+            assert output.text == "".join(delta.text for delta in deltas)
+        turns = len(llm.engine.loop.times.records)
+    assert turns >= 60
+    if together >= 2:  # in the shadow of the first, not after it
+        assert turns < sum(lengths)
+
+
+def test_the_engine_is_as_small_as_the_job():
+    assert _fitting(["Hi"], chat=True) == {"max_running": 1, "max_batched_tokens": 64}
+    assert _fitting(["Hi"] * 3, chat=False) == {"max_running": 3, "max_batched_tokens": 32}
+    assert _fitting(["x" * 600] * 2, chat=False) == {"max_running": 2, "max_batched_tokens": 512}
+    assert _fitting(["x" * 6000] * 50, chat=False) == {"max_running": 32}

@@ -1,0 +1,67 @@
+"""The command line on the toy device: everything is real but the model. `python -m tests.cli.toy generate …`.
+
+Each of the 97 tokens is a character, so that what is decoded can be read off. TOY_STEP_SECONDS slows the device down.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+import jaxoverlap.llm
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine.build import BuiltEngine
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.errors import ModelError
+from jaxoverlap.text.chat_template import ChatTemplate
+from jaxoverlap.text.tokenizer import Tokenizer
+from tests.fakes import VOCAB_SIZE, ToyRunner
+
+NAME, CONTEXT, EOS_ID = "toy", 256, VOCAB_SIZE - 1
+BROKEN = "the model breaks the device"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+
+
+def make_tokenizer() -> Tokenizer:
+    characters = ["Ġ", *map(chr, range(0x21, 0x7F)), "Ċ"]
+    backend = tokenizers.Tokenizer(models.BPE({char: index for index, char in enumerate(characters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("</s>", special=True)])
+    return Tokenizer(backend, eos_token_ids=[EOS_ID], chat_template=ChatTemplate({"default": TEMPLATE}, {}))
+
+
+class Device(ToyRunner):
+    def launch(self, plan: Any) -> Any:
+        if any(BROKEN in make_tokenizer().decode(chunk.request.prompt_ids.tolist()) for chunk in plan.chunks):
+            raise RuntimeError("out of toys")
+        return super().launch(plan)
+
+    def release(self) -> None: ...
+
+
+def build_engine(config: EngineConfig, progress: Any = None) -> BuiltEngine:
+    if config.model == "missing":
+        raise ModelError("missing: no such\nfile or folder")
+    if config.model == "driver":
+        raise RuntimeError("no driver")
+    resolved = config.resolve(
+        platform="cpu", vocab_size=VOCAB_SIZE, model_len=CONTEXT, page_bytes=1, kv_memory_bytes=1 << 12
+    )
+    logging.getLogger("jaxoverlap.engine.build").info("on a toy: %s", resolved.describe())
+    scheduler = resolved.scheduler
+    step_seconds = float(os.environ.get("TOY_STEP_SECONDS", "0"))
+    runner = Device(scheduler.limits, scheduler.max_running, step_seconds=step_seconds, salted=True)
+    engine = Engine(scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=(EOS_ID,))
+    return BuiltEngine(NAME, engine, runner, make_tokenizer(), None, resolved)  # type: ignore[arg-type]
+
+
+if __name__ == "__main__":
+    from jaxoverlap.cli.main import main
+
+    jaxoverlap.llm.build_engine = build_engine
+    main()

