@@ -21,24 +21,20 @@ def write_kv(
     return write(k_pages, k), write(v_pages, v)
 
 
-def _gather(pool: jax.Array, page_table: jax.Array, page_offset: int, group: int) -> jax.Array:
-    """[R, C] page ids -> float32 [R, C*S, H, D], each KV head repeated for its `group`."""
-    rows, width = page_table.shape
-    _, size, heads, dim = pool.shape
-    x = jnp.take(pool, page_table + page_offset, axis=0, mode="clip").astype(jnp.float32)
-    return jnp.repeat(x.reshape(rows, width * size, heads, dim), group, axis=2)
+def _gather(pool: jax.Array, pages: jax.Array, length: jax.Array, group: int) -> jax.Array:
+    """One row: page ids [C] -> float32 [C*S, H, D], zeros past `length`, heads repeated `group` times."""
+    x = jnp.take(pool, pages, axis=0, mode="clip").astype(jnp.float32)
+    x = x.reshape(-1, *pool.shape[2:])
+    written = jnp.arange(x.shape[0], dtype=jnp.int32) < length
+    return jnp.repeat(jnp.where(written[:, None, None], x, 0.0), group, axis=1)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
-    """q [T, H, D], k and v [T, X, H, D], seen [T, X] -> float32 [T, H, D]; zeros where none is seen."""
-    k = jnp.where(seen[:, :, None, None], k, 0.0)
-    v = jnp.where(seen[:, :, None, None], v, 0.0)
-    scores = jnp.einsum("thd,txhd->thx", q.astype(jnp.float32), k, precision="highest") * scale
-    scores = jnp.where(seen[:, None, :], scores, -jnp.inf)
-    some = seen.any(axis=1)[:, None, None]
-    weights = jax.nn.softmax(jnp.where(some, scores, 0.0), axis=-1)
-    out = jnp.einsum("thx,txhd->thd", weights, v, precision="highest")
-    return jnp.where(some, out, 0.0)
+    """q [T, H, D], k and v [X, H, D], seen [T, X] -> float32 [T, H, D]; zeros where nothing is seen."""
+    scores = jnp.einsum("thd,xhd->thx", q.astype(jnp.float32), k, precision="highest") * scale
+    weights = jax.nn.softmax(jnp.where(seen[:, None, :], scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("thx,xhd->thd", weights, v, precision="highest")
+    return jnp.where(seen.any(axis=1)[:, None, None], out, 0.0)
 
 
 def decode_attention(
@@ -51,12 +47,11 @@ def decode_attention(
     page_offset: int,
     scale: float,
 ) -> jax.Array:
-    """One query per row over its first `seq_lens` positions."""
-    group = q.shape[1] // k_pages.shape[2]
-    k = _gather(k_pages, page_table, page_offset, group)
-    v = _gather(v_pages, page_table, page_offset, group)
-    seen = jnp.arange(k.shape[1], dtype=jnp.int32)[None, :] < seq_lens[:, None]
-    return _attend(q, k, v, seen, scale).astype(q.dtype)
+    """Extend with one query per row."""
+    cu_q_lens = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
+    return extend_attention(
+        q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale
+    )
 
 
 def extend_attention(
@@ -70,11 +65,19 @@ def extend_attention(
     page_offset: int,
     scale: float,
 ) -> jax.Array:
-    """Each token is a decode of its own row, over the positions up to its own."""
+    """Every row against every token, masked down to the row's own tokens and their past."""
+    group = q.shape[1] // k_pages.shape[2]
     token = jnp.arange(q.shape[0], dtype=jnp.int32)
-    row = jnp.searchsorted(cu_q_lens[1:], token, side="right").astype(jnp.int32)
-    real = row < seq_lens.shape[0]
-    row = jnp.where(real, row, 0)
-    # Tokens from here to the end of the chunk have positions seq_len-1, seq_len-2, ...
-    visible = jnp.where(real, seq_lens[row] - (cu_q_lens[row + 1] - token) + 1, 0)
-    return decode_attention(q, k_pages, v_pages, page_table[row], visible, page_offset=page_offset, scale=scale)
+
+    def row(r: jax.Array) -> jax.Array:
+        pages = page_table[r] + page_offset
+        k = _gather(k_pages, pages, seq_lens[r], group)
+        v = _gather(v_pages, pages, seq_lens[r], group)
+        own = (token >= cu_q_lens[r]) & (token < cu_q_lens[r + 1])
+        position = seq_lens[r] - (cu_q_lens[r + 1] - token)
+        past = jnp.arange(k.shape[0], dtype=jnp.int32)[None, :] <= position[:, None]
+        # Rows own disjoint tokens and leave zeros elsewhere, so their results add up.
+        return _attend(q, k, v, own[:, None] & past, scale)
+
+    rows = jax.lax.map(row, jnp.arange(page_table.shape[0], dtype=jnp.int32))
+    return rows.sum(axis=0).astype(q.dtype)

@@ -334,6 +334,7 @@ class Scheduler:
         growing = taken & ~rows.finished
         outstanding = int((rows.promised_pages - rows.num_pages)[growing].sum())
         assert outstanding == self._outstanding_pages <= self.pool.num_free, "promised pages are not there"
+        assert (rows.num_pages <= rows.promised_pages).all(), "a row has more pages than it was promised"
         assert (rows.planned_outputs <= rows.max_outputs).all(), "more tokens planned than allowed"
         assert (rows.planned_len <= rows.num_pages * self.config.limits.page_size).all(), "a position has no page"
         assert len(self._running) == int(growing.sum()), "running requests and rows disagree"

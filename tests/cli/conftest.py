@@ -43,12 +43,12 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
     """Starts a command in a process of its own: on the toy device, or with the real thing (module="jaxoverlap…")."""
     started = []
 
-    def run(*args: str | Path, module: str = "tests.cli.toy", step_seconds: float = 0, **options: Any):
+    def run(*args: str | Path, module: str = "tests.cli.toy", env: dict[str, str] | None = None, **options: Any):
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, args)],
             cwd=ROOT,
-            env={**os.environ, "TOY_STEP_SECONDS": str(step_seconds)},
+            env=os.environ | (env or {}),
             **({"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe} | options),
         )
         started.append(process)

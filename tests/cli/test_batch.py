@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from jaxoverlap.cli.batch import BatchRun
-from jaxoverlap.cli.batch_file import Answered
+from jaxoverlap.cli.batch import BatchRun, Tally
+from jaxoverlap.cli.batch_file import Answered, open_output, read_lines
 from jaxoverlap.cli.batch_format import ModelNames, read_key
 from tests.cli import toy
 from tests.cli.conftest import read_answers, write_lines
@@ -142,7 +142,7 @@ def test_every_line_is_answered_once_and_ordered_means_in_order(cli, tmp_path, o
     rng = random.Random(1)
     items = [
         item(f"id {i}", "p" * rng.randrange(1, 60), max_tokens=rng.randrange(1, 120), ignore_eos=True)
-        for i in range(150)
+        for i in range(80)
     ]
     source = write_lines(tmp_path / "in", *items)
     assert cli("batch", "-i", source, "-o", tmp_path / "out", order, "--max-running", 4).exit_code == 0
@@ -221,19 +221,31 @@ def test_nothing_but_errors_is_bounded_too(monkeypatch):
 # ---------------------------------------------------------------- resuming
 
 
-def test_resuming_from_a_crash_at_any_byte(cli, tmp_path):
+def test_resuming_from_a_crash_at_any_byte(monkeypatch, tmp_path):
     """Cut anywhere in its last two lines, the output of the second run is that of one run."""
+    monkeypatch.setattr("jaxoverlap.llm.build_engine", toy.build_engine)
+    from jaxoverlap.llm import LLM
+
     lines = [item("a"), "{", item("b", top_p=0), item("a"), item("c"), "[]"]
     source, out = write_lines(tmp_path / "in", *lines), tmp_path / "out"
-    assert cli("batch", "-i", source, "-o", out).exit_code == 1
-    whole, expected = out.read_bytes(), without_ids(out)
-    assert list(expected) == ["a", 2, "b", 4, "c", 6]
-    start = whole.rindex(b"\n", 0, whole.rindex(b"\n", 0, len(whole) - 1)) + 1
-    for size in range(start, len(whole) + 1):
-        out.write_bytes(whole[:size])
-        assert cli("batch", "-i", source, "-o", out, "-q").exit_code == 1
-        assert without_ids(out) == expected, size
-        assert list(without_ids(out)) == list(expected)
+    with LLM(max_running=2, progress=False) as llm:
+
+        def run() -> Tally:
+            with source.open("rb") as file, open_output(str(out), file, overwrite=False, retry_errors=False) as output:
+                names = ModelNames.of("toy", None)
+                batch_run = BatchRun(read_lines(file, ""), output, names=names, defaults={}, max_held=9)
+                batch_run.run(llm)
+            return batch_run.tally
+
+        run()
+        whole, expected = out.read_bytes(), without_ids(out)
+        assert list(expected) == ["a", 2, "b", 4, "c", 6]
+        last = whole.rindex(b"\n", 0, -1) + 1
+        for size in range(whole.rindex(b"\n", 0, last - 1) + 1, len(whole) + 1):
+            out.write_bytes(whole[:size])
+            tally = run()
+            assert list(without_ids(out).items()) == list(expected.items()), size
+            assert tally.succeeded == (size < last) and tally.failed == (size < len(whole))
 
 
 def test_what_is_answered_is_skipped_and_new_lines_are_done(cli, tmp_path):

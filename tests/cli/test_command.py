@@ -21,6 +21,10 @@ from tests.cli.conftest import ROOT, read_answers, write_lines
 from tests.cli.test_batch import item, without_ids
 
 
+def slow(step_seconds: float) -> dict[str, str]:
+    return {"TOY_STEP_SECONDS": str(step_seconds)}
+
+
 def test_options_are_those_of_the_engine_and_of_sampling():
     assert [f.name for f in fields(EngineOptions)] == [f.name for f in fields(EngineConfig)]
     names = {f.name for f in fields(SamplingOptions)} - {"keep_special_tokens"} | {"skip_special_tokens"}
@@ -45,7 +49,7 @@ def test_help_names_every_option(cli, command, monkeypatch):
     assert result.exit_code == 0
     for field in (*fields(EngineOptions), *fields(SamplingOptions)):
         option = "--" + field.name.replace("_", "-").replace("token-ids", "token-id")
-        [line] = [line for line in result.stdout.splitlines() if f"{option} " in line]
+        [line] = [line for line in result.stdout.splitlines() if line.startswith(f"│ {option} ")]
         assert len(line.split()) > 6, "no help"
 
 
@@ -76,7 +80,7 @@ def test_no_prompt_on_a_terminal_is_a_usage_error(start):
 
 def test_answers_stream(start):
     """The first piece is there long before the last."""
-    process = start("generate", "Once", "--seed", "7", "--ignore-eos", "--max-tokens", "100", "-q", step_seconds=0.03)
+    process = start("generate", "Once", "--seed", "7", "--ignore-eos", "--max-tokens", "100", "-q", env=slow(0.03))
     first = process.stdout.read(1)
     begun = time.perf_counter()
     rest = process.stdout.read()
@@ -84,7 +88,7 @@ def test_answers_stream(start):
 
 
 def test_head_has_read_enough(start):
-    process = start("generate", "Once", "--seed", "7", "--ignore-eos", step_seconds=0.01)
+    process = start("generate", "Once", "--seed", "7", "--ignore-eos", env=slow(0.01))
     assert process.stdout.read(3)
     process.stdout.close()
     process.stdout = None
@@ -106,7 +110,7 @@ def test_a_full_disk(start, tmp_path, command):
 
 
 def test_ctrl_c_while_generating(start):
-    process = start("generate", "Once", "--seed", "7", "--ignore-eos", "-q", step_seconds=0.05)
+    process = start("generate", "Once", "--seed", "7", "--ignore-eos", "-q", env=slow(0.05))
     assert process.stdout.read(3)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
@@ -118,7 +122,7 @@ def test_a_batch_goes_on_after_any_end(start, tmp_path, how):
     items = [item(f"id {i}", max_tokens=20, ignore_eos=True) for i in range(60)]
     source, out = write_lines(tmp_path / "in", *items), tmp_path / "out"
     args = ["batch", "-i", source, "-o", out, "--max-running", "2"]
-    process = start(*args, step_seconds=0.01)
+    process = start(*args, env=slow(0.01))
     while not out.exists() or out.read_bytes().count(b"\n") < 7:
         time.sleep(0.01)
         assert process.poll() is None
@@ -161,8 +165,7 @@ def test_standard_streams_may_not_be_one_file(start, tmp_path):
 
 def test_any_locale_will_do(start):
     """Text that the terminal can't show is replaced, not a traceback."""
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
-    process = start("generate", "a", "b\u00e9", "--max-tokens", "3", "-q", env=environment)
+    process = start("generate", "a", "b\u00e9", "--max-tokens", "3", "-q", env={"PYTHONIOENCODING": "ascii"})
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (0, b"")
     assert b"==> 2/2: b? <==" in stdout

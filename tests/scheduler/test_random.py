@@ -27,8 +27,10 @@ def simulate(seed: int) -> int:
     # Integrity after every turn costs more than the turn: all of it in one life of four, at the end in the others.
     harness.check_every_turn = bool(rng.random() < 0.25)
     busy, abort_rate = float(rng.choice([0.05, 0.3, 1.0])), float(rng.choice([0.0, 0.02, 0.2]))
-    for _ in range(int(rng.integers(20, 400))):
-        while rng.random() < busy and len(harness.requests) < 200:
+    # Short lives: what breaks an engine is variety, not length.
+    most_requests = int(rng.integers(1, 40))
+    for _ in range(int(rng.integers(20, 200))):
+        while rng.random() < busy and len(harness.requests) < most_requests:
             try:
                 random_submit(harness, rng)
             except InvalidRequestError:
@@ -36,7 +38,9 @@ def simulate(seed: int) -> int:
             if rng.random() < 0.5:
                 break
         if harness.requests and rng.random() < abort_rate:
-            harness.engine.abort(harness.requests[int(rng.integers(len(harness.requests)))])
+            unfinished = [request for request in harness.requests if request.finish_reason is None]
+            victims = unfinished or harness.requests
+            harness.engine.abort(victims[int(rng.integers(len(victims)))])
         harness.turn()
     harness.run()
     return harness.turns

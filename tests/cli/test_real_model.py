@@ -1,0 +1,60 @@
+"""The whole way, on the default model: what a newcomer types first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.conftest import read_answers, write_lines
+from tests.cli.test_batch import item
+
+pytestmark = pytest.mark.real_model
+REAL = "jaxoverlap.cli.main"
+
+
+def test_the_first_question(start):
+    process = start("generate", "--chat", "What is the capital of France?", module=REAL)
+    stdout, stderr = process.communicate(timeout=300)
+    assert process.returncode == 0, stderr
+    assert b"Paris" in stdout
+    log, summary = stderr.decode().splitlines()
+    assert "KV pool: " in log and summary.endswith("finished by eos")
+
+
+def test_a_batch(start, tmp_path):
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    lines = [
+        item("text", "The capital of France is", temperature=0, max_tokens=8),
+        {"custom_id": "chat", "body": {"messages": chat, "temperature": 0}},
+        item("bad", top_p=3),
+        item("vocabulary", [10**6]),
+        item("long", "one " * 5000),
+    ]
+    source, out = write_lines(tmp_path / "in", *lines), tmp_path / "out"
+    args = ["batch", "-i", source, "-o", out, "--max-running", "2", "--max-batched-tokens", "64"]
+    process = start(*args, module=REAL)
+    _, stderr = process.communicate(timeout=300)
+    assert process.returncode == 1, stderr
+    assert len(stderr.splitlines()) == 2 and b"finished: 2 done, 3 failed, 0 skipped" in stderr
+    text, chat, *errors = read_answers(out)
+    assert "Paris" in text["response"]["body"]["choices"][0]["text"]
+    assert text["response"]["body"]["model"] == "SmolLM2-135M-Instruct"
+    choice = chat["response"]["body"]["choices"][0]
+    assert "Paris" in choice["message"]["content"] and choice["finish_reason"] == "stop"
+    params = [error["response"]["body"]["error"]["param"] for error in errors]
+    assert params == ["body.top_p", "body.prompt[0]", "body.prompt"]
+
+
+def test_json_lines(start):
+    args = ["generate", "The capital of France is", "Water boils at", "--json", "--max-tokens", "6", "-q"]
+    stdout, stderr = start(*args, module=REAL).communicate(timeout=300)
+    first, second = map(json.loads, stdout.splitlines())
+    assert stderr == b"" and "Paris" in first["text"] and len(second["token_ids"]) == 6
+
+
+def test_a_model_that_is_not_there(start):
+    process = start("generate", "Hi", "--model", "no/such.gguf", module=REAL)
+    stdout, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stdout) == (2, b"")
+    assert stderr == b"error: no/such.gguf: no such file or folder\n"
