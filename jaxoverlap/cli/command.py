@@ -14,9 +14,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 
 OK, SOME_FAILED, FAILED, INTERRUPTED, PIPE_CLOSED = 0, 1, 2, 130, 141
 
+_SHOW_CURSOR = b"\x1b[?25h"
+"""A progress bar hides it."""
 _NOISY = ("jax", "absl", "transformers", "huggingface_hub")
 
 
@@ -65,11 +70,33 @@ def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool) ->
     """
     _set_up_log(quiet)
     try:
-        from jaxoverlap.llm import LLM
+        with _interrupt_ends_all():
+            from jaxoverlap.llm import LLM
 
-        return LLM(progress=False if quiet else progress, **settings)
+            return LLM(progress=False if quiet else progress, **settings)
     except (OSError, RuntimeError, MemoryError) as error:  # a cache folder, a driver, the memory
         raise CommandError(f"cannot start: {type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _interrupt_ends_all() -> Iterator[None]:
+    """While nothing is there to be cleaned up, Ctrl-C ends the process. A KeyboardInterrupt could get lost: jax, and
+    what it imports, runs callbacks in which exceptions are ignored."""
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def end(signum: int, frame: Any) -> None:
+        if sys.stderr.isatty():
+            os.write(2, _SHOW_CURSOR + b"\n")
+        os._exit(INTERRUPTED)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _exit_code(work: Callable[[], int]) -> int:

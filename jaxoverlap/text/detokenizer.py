@@ -93,8 +93,6 @@ class _WindowStream:
         after = self._tokenizer.decode(self._ids, skip_special_tokens=False)
         if after.endswith(_INCOMPLETE) and not final:
             return ""
-        delta = after[len(before) :]
-        if delta:
-            self._ids = self._ids[self._shown :]
-            self._shown = len(self._ids)
-        return delta
+        self._ids = self._ids[self._shown :]
+        self._shown = len(self._ids)
+        return after[len(before) :]

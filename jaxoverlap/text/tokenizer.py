@@ -52,6 +52,7 @@ class Tokenizer:
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._has_byte_alphabet = "ByteLevel(" in repr(backend.decoder)
         self._chat_template = chat_template
         self._bytes_of_id: dict[int, bytes | None] = {}
 
@@ -139,7 +140,7 @@ class Tokenizer:
     def is_byte_token(self, token_id: int) -> bool:
         """The token is one byte in writing, such as `<0x0A>` (tokenizers with byte fallback)."""
         token = self.backend.id_to_token(token_id)
-        return not self.is_byte_level and token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+        return not self._has_byte_alphabet and token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
     def apply_chat_template(
         self,
@@ -178,7 +179,7 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return None
-        if self.is_byte_level:
+        if self._has_byte_alphabet:
             # As the byte-level decoder does it: a token with any character outside the alphabet is plain text.
             mapped = [_BYTE_OF_CHAR.get(char) for char in token]
             return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)

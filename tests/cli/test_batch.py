@@ -47,7 +47,12 @@ def test_text_and_chat_are_answered_as_the_model_would(cli, tmp_path):
         tmp_path / "in",
         item("text"),
         item("ids", [1, 2, 3]),
-        {"custom_id": "chat", "method": "POST", "url": "/v1/chat/completions", "body": {"messages": chat, "seed": SEED_TO_EOS}},
+        {
+            "custom_id": "chat",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": chat, "seed": SEED_TO_EOS},
+        },
     )
     result = cli("batch", "-i", source, "-o", tmp_path / "out")
     assert result.exit_code == 0

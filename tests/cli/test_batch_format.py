@@ -213,5 +213,5 @@ def test_a_custom_id_that_utf8_can_not_say():
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b"hello\n", b'{"custom_id": "a", "error": null}\n', b"[]\n", b"\xff\n"])
 def test_lines_that_are_no_output_of_ours(line):
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         read_key(line)

@@ -117,6 +117,17 @@ def test_ctrl_c_while_generating(start):
     assert (process.returncode, stderr) == (130, b"")
 
 
+@pytest.mark.parametrize("command", ["generate", "batch"])
+def test_ctrl_c_while_starting(start, tmp_path, command):
+    source = write_lines(tmp_path / "in", item("a"))
+    args = ["generate", "Once"] if command == "generate" else ["batch", "-i", source, "-o", tmp_path / "out"]
+    process = start(*args, "--model", "swallows")
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=20)
+    assert (process.returncode, stdout, stderr) == (130, b"", b"")
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_batch_goes_on_after_any_end(start, tmp_path, how):
     items = [item(f"id {i}", max_tokens=20, ignore_eos=True) for i in range(60)]
@@ -130,7 +141,7 @@ def test_a_batch_goes_on_after_any_end(start, tmp_path, how):
     _, stderr = process.communicate(timeout=60)
     if how == signal.SIGINT:
         assert process.returncode == 130
-        log, summary = stderr.decode().splitlines()
+        _, summary = stderr.decode().splitlines()
         assert summary.startswith("interrupted, the same command goes on from here: ")
     else:
         assert process.returncode == -how

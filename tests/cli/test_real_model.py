@@ -29,7 +29,7 @@ def test_a_batch(start, tmp_path):
         {"custom_id": "chat", "body": {"messages": chat, "temperature": 0}},
         item("bad", top_p=3),
         item("vocabulary", [10**6]),
-        item("long", "one " * 5000),
+        item("long", "one " * 9000),
     ]
     source, out = write_lines(tmp_path / "in", *lines), tmp_path / "out"
     args = ["batch", "-i", source, "-o", out, "--max-running", "2", "--max-batched-tokens", "64"]

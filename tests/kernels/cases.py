@@ -1,6 +1,6 @@
 """Pools, page tables and slots that the kernel tests share."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class Case:
     def queries(self, count: int, seed: int = 1) -> jax.Array:
         shape = (count, self.heads.heads, self.heads.dim)
         values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-        return jnp.asarray(values, self.k_pages.dtype)
+        return jnp.asarray(values.astype(self.k_pages.dtype))
 
     def live(self) -> np.ndarray:
         """bool [N, S]: the positions that some row of this layer may read."""
@@ -47,15 +47,10 @@ class Case:
 
     def with_stale(self, value: float) -> "Case":
         """The same case with `value` in every position that no row may read."""
-        stale = jnp.asarray(~self.live())[:, :, None, None]
-        fill = jnp.asarray(value, self.k_pages.dtype)
-        return Case(
-            **{
-                **self.__dict__,
-                "k_pages": jnp.where(stale, fill, self.k_pages),
-                "v_pages": jnp.where(stale, fill, self.v_pages),
-            }
-        )
+        stale = ~self.live()
+        k, v = (np.array(pool) for pool in (self.k_pages, self.v_pages))
+        k[stale], v[stale] = value, value
+        return replace(self, k_pages=jnp.asarray(k), v_pages=jnp.asarray(v))
 
 
 def make(
@@ -78,7 +73,7 @@ def make(
         table[row, count : count + 1] = order[0]  # a valid page that belongs to someone else
         at += count
     shape = (layers * pages, page_size, heads.kv_heads, heads.dim)
-    k, v = (jnp.asarray(rng.standard_normal(shape, np.float32), dtype) for _ in range(2))
+    k, v = (jnp.asarray(rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))) for _ in range(2))
     return Case(
         heads, tuple(lengths), page_size, pages, k, v,
         jnp.asarray(table, jnp.int32), layer * pages,
@@ -91,5 +86,5 @@ TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 def assert_close(got: jax.Array, want: jax.Array) -> None:
     assert got.dtype == want.dtype and got.shape == want.shape
     tolerance = TOLERANCE[str(want.dtype)]
-    got, want = (np.asarray(x.astype(jnp.float32)) for x in (got, want))
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)

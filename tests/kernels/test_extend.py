@@ -1,5 +1,7 @@
 """extend_attention: ragged chunks against the oracle, and against decode."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from pallas_kernels import reference, shapes
 from tests.kernels.cases import Case, assert_close, make
 
 SMOL = shapes.SMOLLM2_135M
+jitted_decode = jax.jit(pk.decode_attention, static_argnames=("page_offset", "scale"))
 
 
 def cumulative(chunks: tuple[int, ...]) -> jax.Array:
@@ -26,7 +29,8 @@ def extend(case: Case, q: jax.Array, chunks: tuple[int, ...], seq_lens: jax.Arra
 
 
 def oracle(case: Case, q: jax.Array, chunks: tuple[int, ...]) -> jax.Array:
-    return reference.extend_attention(
+    call = jax.jit(reference.extend_attention, static_argnames=("page_offset", "scale"))
+    return call(
         q, case.k_pages, case.v_pages, case.page_table, cumulative(chunks), case.seq_lens,
         page_offset=case.page_offset, scale=case.scale,
     )  # fmt: skip
@@ -40,8 +44,7 @@ def test_heads_over_ragged_chunks(heads):
     assert_close(extend(case, q, chunks), oracle(case, q, chunks))
 
 
-@pytest.mark.parametrize("page_size", shapes.PAGE_SIZES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("page_size", "dtype"), [(8, "bfloat16"), (16, "float16"), (64, "float32")])
 def test_page_sizes_and_dtypes(page_size, dtype):
     case = make(SMOL, (130, 17), page_size=page_size, dtype=dtype)
     chunks = (66, 17)
@@ -49,14 +52,14 @@ def test_page_sizes_and_dtypes(page_size, dtype):
     assert_close(extend(case, q, chunks), oracle(case, q, chunks))
 
 
-@pytest.mark.parametrize("chunk", shapes.AWKWARD_LENGTHS)
-def test_chunk_lengths_around_a_tile(chunk):
-    case = make(SMOL, (chunk + 20, chunk))
-    q = case.queries(2 * chunk)
-    assert_close(extend(case, q, (chunk, chunk)), oracle(case, q, (chunk, chunk)))
+def test_chunk_lengths_around_a_tile():
+    chunks = (*shapes.AWKWARD_LENGTHS, 63, 64, 65)
+    case = make(SMOL, tuple(n + 20 * (i % 2) for i, n in enumerate(chunks)))
+    q = case.queries(sum(chunks))
+    assert_close(extend(case, q, chunks), oracle(case, q, chunks))
 
 
-@pytest.mark.parametrize("stale", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("stale", [np.nan, 1e30])
 def test_stale_positions_never_matter(stale):
     case = make(SMOL, (129, 5, 0))
     chunks = (30, 5, 0)
@@ -79,14 +82,14 @@ def test_one_token_per_chunk_is_decode():
     case = make(SMOL, shapes.AWKWARD_LENGTHS)
     rows = len(case.lengths)
     q = case.queries(rows)
-    decoded = pk.decode_attention(
+    decoded = jitted_decode(
         q, case.k_pages, case.v_pages, case.page_table, case.seq_lens,
         page_offset=case.page_offset, scale=case.scale,
     )  # fmt: skip
     assert_close(extend(case, q, (1,) * rows), decoded)
 
 
-@pytest.mark.parametrize("cut", [1, 64, 100])
+@pytest.mark.parametrize("cut", [1, 64])
 def test_two_chunks_equal_one(cut):
     case = make(SMOL, (150,))
     q = case.queries(150)
@@ -100,7 +103,7 @@ def test_a_query_does_not_see_the_future():
     case = make(SMOL, (140,))
     q = case.queries(140)
     page, offset = int(case.page_table[0, 100 // 16]) + case.page_offset, 100 % 16
-    changed = Case(**{**case.__dict__, "k_pages": case.k_pages.at[page, offset].add(3.0)})
+    changed = replace(case, k_pages=case.k_pages.at[page, offset].add(3.0))
     before, after = np.asarray(extend(case, q, (140,))), np.asarray(extend(changed, q, (140,)))
     np.testing.assert_array_equal(before[:100], after[:100])
     assert (np.abs(before[100:] - after[100:]).max(axis=(1, 2)) > 0).all()
@@ -109,6 +112,6 @@ def test_a_query_does_not_see_the_future():
 def test_the_comparison_sees_values_taken_from_the_keys():
     case = make(SMOL, (70,))
     q = case.queries(70)
-    wrong = extend(Case(**{**case.__dict__, "v_pages": case.k_pages}), q, (70,))
+    wrong = extend(replace(case, v_pages=case.k_pages), q, (70,))
     with pytest.raises(AssertionError):
         assert_close(wrong, oracle(case, q, (70,)))

@@ -277,8 +277,11 @@ def test_text_that_is_not_unicode_is_refused(text):
         Tokenizer(make_tokenizer()).encode(3)  # pyright: ignore[reportArgumentType]
 
 
-def test_token_bytes_join_to_the_text():
-    tokenizer = Tokenizer(make_tokenizer())
+@pytest.mark.parametrize("decoder", [decoders.ByteLevel(), decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])])
+def test_token_bytes_join_to_the_text(decoder):
+    backend = make_tokenizer()
+    backend.decoder = decoder
+    tokenizer = Tokenizer(backend)
     for text in TEXTS:
         parts = [tokenizer.token_bytes(i) for i in tokenizer.encode(text)]
         assert b"".join(part or b"?" for part in parts).decode() == text
