@@ -80,7 +80,9 @@ def measure(case: DecodeCase | ExtendCase, which: str, layers: int, size: int, r
     table_ = lengths_ = cu_ = None
     pool = rng.standard_normal((pages, size, HEADS.kv_heads, HEADS.dim), np.float32)
     k_pages, v_pages = (jnp.tile(jnp.asarray(pool), (layers, 1, 1, 1)) for _ in range(2))
-    q, new = (jnp.asarray(rng.standard_normal((cu[-1], h, HEADS.dim), np.float32)) for h in (HEADS.heads, HEADS.kv_heads))
+    q, new = (
+        jnp.asarray(rng.standard_normal((cu[-1], h, HEADS.dim), np.float32)) for h in (HEADS.heads, HEADS.kv_heads)
+    )
     rest = [q, new, *(jnp.asarray(x) for x in (table, lengths, cu, slots))]
 
     start = time.perf_counter()
@@ -108,7 +110,9 @@ def main() -> None:
     args = parser.parse_args()
 
     results = []
-    print(f"{'case':44} {'xla ms':>8} {'least':>8} {'naive ms':>9} {'least':>8} {'ratio':>6} {'compile s':>9} {'temp MB':>8}")
+    print(
+        f"{'case':44} {'xla ms':>8} {'least':>8} {'naive ms':>9} {'least':>8} {'ratio':>6} {'compile s':>9} {'temp MB':>8}"
+    )
     for case in (*DECODE_CASES, *EXTEND_CASES):
         ours, theirs = (measure(case, w, args.layers, args.page_size, args.repeats) for w in ("xla", "naive"))
         ratio = theirs["least_ms"] / ours["least_ms"]

@@ -49,9 +49,7 @@ def decode_attention(
 ) -> jax.Array:
     """Extend with one query per row."""
     cu_q_lens = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return extend_attention(
-        q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale
-    )
+    return extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale)
 
 
 def extend_attention(

@@ -45,9 +45,7 @@ class DecodeCase:
     @property
     def lengths(self) -> list[int]:
         span = max(self.rows - 1, 1)
-        return [
-            self.shortest + i * (self.longest - self.shortest) // span for i in range(self.rows)
-        ]
+        return [self.shortest + i * (self.longest - self.shortest) // span for i in range(self.rows)]
 
 
 @dataclass(frozen=True)

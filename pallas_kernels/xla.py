@@ -144,10 +144,9 @@ def decode_attention(
 
 
 def _tile_map(
-    cu_q_lens: jax.Array, seq_lens: jax.Array, tokens: int
+    cu_q_lens: jax.Array, seq_lens: jax.Array, tokens: int, width: int
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Cut every chunk into tiles: (number of tiles, row, first token, its position), [tiles] each."""
-    width = EXTEND_QUERIES
+    """Cut chunks into tiles of `width`: their number; row, first token and its position of each."""
     chunk = cu_q_lens[1:] - cu_q_lens[:-1]
     per_row = _blocks(chunk, width)
     ends = jnp.cumsum(per_row)
@@ -169,11 +168,11 @@ def extend_attention(
     page_offset: int,
     scale: float,
 ) -> jax.Array:
-    """Tiles of EXTEND_QUERIES tokens of one row each, in token order."""
+    """Tiles of up to EXTEND_QUERIES tokens of one row each, in token order."""
     tokens, heads, dim = q.shape
     pages, size, kv_heads, _ = k_pages.shape
-    group, width, block = heads // kv_heads, EXTEND_QUERIES, EXTEND_BLOCK
-    count, row_of, first_of, position_of = _tile_map(cu_q_lens, seq_lens, tokens)
+    group, width, block = heads // kv_heads, min(EXTEND_QUERIES, max(tokens, 1)), EXTEND_BLOCK
+    count, row_of, first_of, position_of = _tile_map(cu_q_lens, seq_lens, tokens, width)
     # A tile may reach past the last token.
     q32 = jnp.pad(q.astype(jnp.float32) * scale, ((0, width), (0, 0), (0, 0)))
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,13 +73,17 @@ class Answered:
 
 
 class BatchOutput:
-    """Takes whole lines.
+    """Takes whole lines, and writes them through.
+
+    Args:
+      name: for error messages.
+      file: where to, unbuffered.
 
     Attributes:
       answered: what it held when it was opened.
     """
 
-    def __init__(self, name: str, file: BinaryIO, answered: Answered) -> None:
+    def __init__(self, name: str, file: FileIO, answered: Answered) -> None:
         self.name = name
         self.answered = answered
         self._file = file
@@ -91,7 +96,6 @@ class BatchOutput:
             rest = memoryview(line)
             while rest:
                 rest = rest[self._file.write(rest) :]
-            self._file.flush()
             if time.monotonic() - self._synced > SYNC_SECONDS:
                 self.sync()
         except BrokenPipeError:
@@ -114,8 +118,7 @@ class BatchOutput:
         except OSError as error:
             raise _failed(self.name, error) from error
         finally:
-            if self._file is not sys.stdout.buffer:
-                self._file.close()
+            self._file.close()
 
 
 def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: bool) -> BatchOutput:
@@ -130,16 +133,17 @@ def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: b
       CommandError: it can't be written, or it holds something else than the output of a batch.
     """
     answered = Answered()
+    # Unbuffered: a line goes to the system at once, and nothing is left over to fail again when Python exits.
     try:
         if name == STANDARD:
             _refuse_same_file(name, os.fstat(sys.stdout.fileno()), source)
-            return BatchOutput("standard output", sys.stdout.buffer, answered)
+            stdout = sys.stdout.fileno()
+            return BatchOutput("standard output", open(stdout, "wb", buffering=0, closefd=False), answered)
         path = Path(name)
         if path.exists():
             _refuse_same_file(name, path.stat(), source)
             if path.is_file() and not overwrite:
                 _recover(path, answered, retry_errors)
-        # Unbuffered: a line goes to the system whole, and nothing is left over to fail again when it is closed.
         return BatchOutput(name, open(path, "wb" if overwrite else "ab", buffering=0), answered)
     except OSError as error:
         raise _failed(name, error) from error

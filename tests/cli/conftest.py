@@ -48,7 +48,8 @@ def start() -> Iterator[Callable[..., subprocess.Popen]]:
         process = subprocess.Popen(
             [sys.executable, "-m", module, *map(str, args)],
             cwd=ROOT,
-            env=os.environ | (env or {}),
+            # Unbuffered, a forgotten flush would not show.
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | (env or {}),
             **({"stdin": subprocess.DEVNULL, "stdout": pipe, "stderr": pipe} | options),
         )
         started.append(process)

@@ -164,6 +164,14 @@ def test_a_batch_through_pipes(start, tmp_path):
     assert [answer["custom_id"] for answer in read_answers(tmp_path / "out")] == [f"é{i}" for i in range(5)]
 
 
+def test_answers_leave_a_batch_when_they_are_done(start, tmp_path):
+    source = write_lines(tmp_path / "in", item("a"), item("b", max_tokens=100, ignore_eos=True))
+    process = start("batch", "-i", source, "-o", "-", "-q", env=slow(0.03))
+    assert b'"a"' in process.stdout.readline()
+    begun = time.perf_counter()
+    assert b'"b"' in process.stdout.read() and time.perf_counter() - begun > 1.0
+
+
 def test_standard_streams_may_not_be_one_file(start, tmp_path):
     source = write_lines(tmp_path / "in", item("a"))
     before = source.read_bytes()

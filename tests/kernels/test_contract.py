@@ -91,17 +91,17 @@ LAYERS, PAGES = 3, 400
 def chain(kind: str, tokens: int):
     """write_kv and attention in each of LAYERS layers, on donated pools."""
 
-    def layer(l, q, k_pages, v_pages, k, v, slots, table, lens, cu):
-        at = slots + jnp.int32(l * PAGES * 16)
+    def layer(index, q, k_pages, v_pages, k, v, slots, table, lens, cu):
+        at = slots + jnp.int32(index * PAGES * 16)
         k_pages, v_pages = pk.write_kv(k_pages, v_pages, k + q[:, :3], v + q[:, :3], at)
-        common = {"page_offset": l * PAGES, "scale": 0.125}
+        common = {"page_offset": index * PAGES, "scale": 0.125}
         if kind == "decode":
             return pk.decode_attention(q, k_pages, v_pages, table, lens, **common), k_pages, v_pages
         return pk.extend_attention(q, k_pages, v_pages, table, cu, lens, **common), k_pages, v_pages
 
     def step(k_pages, v_pages, q, *rest):
-        for l in range(LAYERS):
-            q, k_pages, v_pages = layer(l, q, k_pages, v_pages, *rest)
+        for index in range(LAYERS):
+            q, k_pages, v_pages = layer(index, q, k_pages, v_pages, *rest)
         return k_pages, v_pages, q
 
     rows = tokens if kind == "decode" else 2
