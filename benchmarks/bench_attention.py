@@ -91,7 +91,7 @@ def measure(case: DecodeCase | ExtendCase, which: str, layers: int, size: int, r
     times = []
     for _ in range(repeats + 2):
         start = time.perf_counter()
-        k_pages, v_pages, out = jax.block_until_ready(compiled(k_pages, v_pages, *rest))
+        k_pages, v_pages, _ = jax.block_until_ready(compiled(k_pages, v_pages, *rest))
         times.append((time.perf_counter() - start) * 1e3 / layers)
     return {
         "ms": float(np.median(times[2:])),
@@ -111,7 +111,8 @@ def main() -> None:
 
     results = []
     print(
-        f"{'case':44} {'xla ms':>8} {'least':>8} {'naive ms':>9} {'least':>8} {'ratio':>6} {'compile s':>9} {'temp MB':>8}"
+        f"{'case':44} {'xla ms':>8} {'least':>8} {'naive ms':>9} {'least':>8} "
+        f"{'ratio':>6} {'compile s':>9} {'temp MB':>8}"
     )
     for case in (*DECODE_CASES, *EXTEND_CASES):
         ours, theirs = (measure(case, w, args.layers, args.page_size, args.repeats) for w in ("xla", "naive"))

@@ -103,7 +103,7 @@ def test_a_bad_prompt_is_named_and_nothing_has_run(llm):
         with pytest.raises(InvalidRequestError, match=field):
             llm.generate(prompts, GREEDY)
     assert llm.runner.num_launches == 0
-    with pytest.raises(InvalidRequestError, match="2 of them.*3 prompts"):
+    with pytest.raises(InvalidRequestError, match=r"2 of them.*3 prompts"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY])
     with pytest.raises(InvalidRequestError, match="prompt"):
         llm.stream([])
