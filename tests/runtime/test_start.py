@@ -1,0 +1,92 @@
+"""Starting up: how much memory the pool takes, how many steps are compiled, and that a second start reuses them."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.errors import ConfigError, UnsupportedError
+from jaxoverlap.runtime import compile_cache
+from jaxoverlap.runtime.buckets import Buckets, StepShape
+from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
+from tests.tiny import make_runner
+
+GIB = 2**30
+
+
+def gpu(limit: float, used: float):
+    stats = {"bytes_limit": int(limit * GIB), "bytes_in_use": int(used * GIB)}
+    return SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
+
+
+def test_on_a_gpu_the_pool_takes_its_share_of_what_this_process_may_use():
+    assert kv_memory_bytes(EngineConfig(), gpu(100, 16)) == pytest.approx(74 * GIB)
+    assert kv_memory_bytes(EngineConfig(gpu_memory_fraction=0.5), gpu(100, 16)) == pytest.approx(34 * GIB)
+    assert kv_memory_bytes(EngineConfig(kv_memory_gib=3), gpu(100, 99)) == 3 * GIB
+
+
+def test_a_gpu_with_nothing_left_says_what_to_change():
+    with pytest.raises(ConfigError, match=r"gpu_memory_fraction: 0\.9 of 10\.0 GiB.*9\.5 GiB"):
+        kv_memory_bytes(EngineConfig(), gpu(10, 9.5))
+    silent = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
+    with pytest.raises(ConfigError, match="kv_memory_gib"):
+        kv_memory_bytes(EngineConfig(), silent)
+
+
+def test_on_a_cpu_the_pool_is_modest():
+    assert 0 < kv_memory_bytes(EngineConfig(), jax.devices("cpu")[0]) <= CPU_BUDGET_BYTES
+
+
+def test_no_more_pages_than_all_rows_can_use():
+    config = EngineConfig(max_running=4, max_model_len=100)
+    resolved = config.resolve(platform="cpu", vocab_size=9, model_len=256, page_bytes=1, kv_memory_bytes=10**9)
+    assert resolved.scheduler.limits.num_pages == 4 * 7
+    with pytest.raises(ConfigError, match="no room for KV pages"):
+        config.resolve(platform="cpu", vocab_size=9, model_len=256, page_bytes=10**6, kv_memory_bytes=10**5)
+
+
+@pytest.mark.parametrize("attention", ["triton", "mosaic"])
+def test_kernels_that_are_not_built_are_refused_by_name(attention):
+    with pytest.raises(UnsupportedError, match=attention):
+        EngineConfig(attention=attention)
+
+
+@pytest.mark.parametrize("max_running", [1, 3, 32, 256])
+@pytest.mark.parametrize("budget", [1, 100, 512, 2048])
+def test_the_number_of_executables_is_bounded_by_the_documented_formula(max_running, budget):
+    prefill = math.log2(max(budget / 16, 1)) + 2
+    assert len(list(Buckets(max_running, budget, 16))) <= math.log2(max_running) + 2 + prefill
+
+
+def test_a_second_start_finds_its_steps_compiled(tmp_path):
+    before = {name: getattr(jax.config, name) for name in _SETTINGS}
+    hits: list[str] = []
+    runner = make_runner()
+    jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("cache_hits") else None)
+    try:
+        assert compile_cache.enable(str(tmp_path / "cache")) == tmp_path / "cache"
+        for expected in (0, 1):
+            hits.clear()
+            jax.clear_caches()
+            runner._compile(StepShape(0, 0, 1))
+            assert len(hits) == expected
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+def test_off_leaves_the_compilation_cache_alone():
+    before = [getattr(jax.config, name) for name in _SETTINGS]
+    assert compile_cache.enable("off") is None
+    assert [getattr(jax.config, name) for name in _SETTINGS] == before
