@@ -8,7 +8,7 @@ import pytest
 from jaxoverlap.request import FinishReason, SamplingParams
 from tests.tiny import VOCAB_SIZE, dense_greedy, drain, make_engine, random_requests
 
-GAP = 1e-2
+GAP = 1e-3
 """Step shapes may differ in the last bits; where the two highest logits are closer than this, so may tokens."""
 
 
@@ -40,7 +40,7 @@ def test_greedy_tokens_equal_a_dense_decoder_without_pages(alone):
         assert outputs[:close] == expected[:close]
         compared += close
     total = sum(len(outputs) for outputs, _, _ in alone[0])
-    assert compared >= 0.9 * total, f"only {compared} of {total} tokens are clear enough to compare"
+    assert compared >= 0.95 * total, f"only {compared} of {total} tokens are clear enough to compare"
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
