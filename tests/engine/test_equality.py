@@ -8,8 +8,11 @@ import pytest
 from jaxoverlap.request import FinishReason, SamplingParams
 from tests.tiny import VOCAB_SIZE, dense_greedy, drain, make_engine, random_requests
 
-GAP = 1e-3
-"""Step shapes may differ in the last bits; where the two highest logits are closer than this, so may tokens."""
+SEED = 8
+"""Step shapes may differ in the last bits. None of this seed's greedy tokens is a near-tie, so all can be compared."""
+
+GAP = 3e-3
+"""Between the two highest logits, at least, for every token of the seed; rounding moves them by some 1e-5."""
 
 
 def outcomes(requests):
@@ -18,13 +21,13 @@ def outcomes(requests):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Every request of `random_requests(seed=7)` by itself, serially, in one chunk."""
+    """Every request of `random_requests(SEED)` by itself, serially, in one chunk."""
     results = []
     for sampling in ({}, {"temperature": 0.9, "top_k": 20, "top_p": 0.95}):
         engine, _ = make_engine(lookahead=0, max_batched_tokens=128)
-        requests = random_requests(engine, 7, 0)
+        requests = random_requests(engine, SEED, 0)
         scratch, _ = make_engine(lookahead=0, max_batched_tokens=128)
-        for request in random_requests(scratch, 7, 14, **sampling):
+        for request in random_requests(scratch, SEED, 14, **sampling):
             requests.append(engine.add(request.prompt_ids, request.sampling))
             drain(engine)
         results.append(outcomes(requests))
@@ -33,14 +36,10 @@ def alone():
 
 def test_greedy_tokens_equal_a_dense_decoder_without_pages(alone):
     engine, _ = make_engine()
-    compared = 0
-    for request, (outputs, _, _) in zip(random_requests(engine, 7, 14), alone[0], strict=True):
+    for request, (outputs, _, _) in zip(random_requests(engine, SEED, 14), alone[0], strict=True):
         expected, gaps = dense_greedy(request.prompt_ids.tolist(), len(outputs))
-        close = next((i for i, gap in enumerate(gaps) if gap < GAP), len(gaps))
-        assert outputs[:close] == expected[:close]
-        compared += close
-    total = sum(len(outputs) for outputs, _, _ in alone[0])
-    assert compared >= 0.95 * total, f"only {compared} of {total} tokens are clear enough to compare"
+        assert min(gaps) > GAP
+        assert outputs == expected
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
@@ -48,7 +47,7 @@ def test_greedy_tokens_equal_a_dense_decoder_without_pages(alone):
 def test_together_as_alone_at_every_lookahead(alone, lookahead, sampled):
     fixed = {"temperature": 0.9, "top_k": 20, "top_p": 0.95} if sampled else {}
     engine, runner = make_engine(lookahead=lookahead)
-    requests = random_requests(engine, 7, 14, **fixed)
+    requests = random_requests(engine, SEED, 14, **fixed)
     drain(engine)
     assert outcomes(requests) == alone[sampled]
     assert runner.compiles_after_ready == 0
@@ -57,7 +56,7 @@ def test_together_as_alone_at_every_lookahead(alone, lookahead, sampled):
 @pytest.mark.parametrize("chunk", [1, 7, 100])
 def test_chunk_size_changes_nothing(alone, chunk):
     engine, _ = make_engine(max_batched_tokens=chunk, max_running=5 if chunk == 100 else 3)
-    requests = random_requests(engine, 7, 14)
+    requests = random_requests(engine, SEED, 14)
     drain(engine)
     assert outcomes(requests) == alone[0]
 
@@ -68,7 +67,7 @@ def test_order_rows_joining_and_leaving_change_nothing(alone, seed):
     engine, _ = make_engine(lookahead=int(rng.integers(0, 4)))
     rng.shuffle(engine.loop.scheduler.rows.free_rows)
     scratch, _ = make_engine()
-    wanted = random_requests(scratch, 7, 14)
+    wanted = random_requests(scratch, SEED, 14)
     requests = {}
     for index in rng.permutation(14).tolist():
         requests[index] = engine.add(wanted[index].prompt_ids, wanted[index].sampling)
@@ -86,14 +85,14 @@ def test_pages_left_full_of_nan_hurt_nobody(alone):
     engine, runner = make_engine(lookahead=1)
     kv = runner._kv
     runner._kv = type(kv)(kv.k + np.float32(np.nan), kv.v + np.float32(np.nan))
-    requests = random_requests(engine, 7, 14)
+    requests = random_requests(engine, SEED, 14)
     drain(engine)
     assert outcomes(requests) == alone[0]
 
 
 def test_a_row_of_nan_logits_ends_alone_with_an_error(alone):
     engine, runner = make_engine(lookahead=1)
-    requests = random_requests(engine, 7, 3)
+    requests = random_requests(engine, SEED, 3)
     victim = engine.add([9, 9, 9], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     while not victim.output_ids:
         engine.step()
