@@ -41,13 +41,11 @@ class Transformers:
 
     def __init__(self, batches: list[int], new_tokens: int) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
-        from jaxoverlap.model.default_model import default_model_path
+        from tests.real_model import transformers_model
 
-        path = default_model_path()
         self.torch, self.new_tokens = torch, new_tokens
-        self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        self.model = transformers_model()
 
     def generate(self, batch: int) -> list[list[int]]:
         ids = self.torch.tensor(prompts(batch))
