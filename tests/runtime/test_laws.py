@@ -56,6 +56,8 @@ def test_padded_rows_touch_no_slot_and_no_row():
 
 def test_padded_prompt_tokens_touch_no_slot_and_no_row():
     engine, runner = make_engine(lookahead=0)
+    engine.add([9] * 16, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    engine.step()  # page 0 and row 0 are somebody else's, so that a stray write to them shows
     engine.add([7] * 19, SamplingParams(temperature=0, max_tokens=9))
     before = device_bytes(runner)
     plan = engine.loop.scheduler.plan()
