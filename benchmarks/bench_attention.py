@@ -1,15 +1,11 @@
 """Paged attention on this machine, against gather + einsum in the same run.
 
-    python benchmarks/bench_attention.py [--json FILE] [--layers 6] [--page-size 16] [--repeats 20]
-
 Every case is a chain of layers as in a step: each writes its keys and values and then
 attends, on one donated flat pool. The figures are per layer. "naive" gathers every
 row's pages up to the longest row and uses dense einsums; its column is what the
 ratio is against. Two runs of a shared machine differ by more than two columns do.
 """
 
-import argparse
-import json
 import time
 from collections.abc import Callable
 
@@ -18,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_kernels as pk
+from benchmarks import report
 from pallas_kernels.shapes import DECODE_CASES, EXTEND_CASES, SMOLLM2_135M, DecodeCase, ExtendCase
 
 HEADS = SMOLLM2_135M
@@ -60,30 +57,28 @@ def measure(case: DecodeCase | ExtendCase, which: str, layers: int, size: int, r
         line[: len(some)] = some
     slots = table[row, (visible - 1) // size] * size + (visible - 1) % size
 
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array, offset: int) -> jax.Array:
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array, offset: int, arrays: tuple[jax.Array, ...]) -> jax.Array:
+        table, lengths, cu, row, visible = arrays
         if which == "naive":
-            return naive(q, k, v, table, jnp.asarray(row), jnp.asarray(visible), offset, int(counts.max()))
+            return naive(q, k, v, table, row, visible, offset, int(counts.max()))
         if decode:
-            return pk.decode_attention(q, k, v, table_, lengths_, page_offset=offset, scale=SCALE)
-        return pk.extend_attention(q, k, v, table_, cu_, lengths_, page_offset=offset, scale=SCALE)
+            return pk.decode_attention(q, k, v, table, lengths, page_offset=offset, scale=SCALE)
+        return pk.extend_attention(q, k, v, table, cu, lengths, page_offset=offset, scale=SCALE)
 
-    def step(k_pages, v_pages, q, new, table, lengths, cu, slots):
-        nonlocal table_, lengths_, cu_
-        table_, lengths_, cu_ = table, lengths, cu
+    def step(k_pages, v_pages, q, new, slots, *arrays):
         for layer in range(layers):
             kv = new + q[:, : HEADS.kv_heads]
             at = slots + jnp.int32(layer * pages * size)
             k_pages, v_pages = pk.write_kv(k_pages, v_pages, kv, kv, at)
-            q = attend(q, k_pages, v_pages, layer * pages)
+            q = attend(q, k_pages, v_pages, layer * pages, arrays)
         return k_pages, v_pages, q
 
-    table_ = lengths_ = cu_ = None
     pool = rng.standard_normal((pages, size, HEADS.kv_heads, HEADS.dim), np.float32)
     k_pages, v_pages = (jnp.tile(jnp.asarray(pool), (layers, 1, 1, 1)) for _ in range(2))
     q, new = (
         jnp.asarray(rng.standard_normal((cu[-1], h, HEADS.dim), np.float32)) for h in (HEADS.heads, HEADS.kv_heads)
     )
-    rest = [q, new, *(jnp.asarray(x) for x in (table, lengths, cu, slots))]
+    rest = [q, new, *(jnp.asarray(x) for x in (slots, table, lengths, cu, row, visible))]
 
     start = time.perf_counter()
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(k_pages, v_pages, *rest).compile()
@@ -95,37 +90,26 @@ def measure(case: DecodeCase | ExtendCase, which: str, layers: int, size: int, r
         times.append((time.perf_counter() - start) * 1e3 / layers)
     return {
         "ms": float(np.median(times[2:])),
-        "least_ms": min(times[2:]),
-        "compile_s": seconds / layers,
-        "temp_mb": compiled.memory_analysis().temp_size_in_bytes / 1e6,
+        "least": min(times[2:]),
+        "compile s": seconds / layers,
+        "temp MB": compiled.memory_analysis().temp_size_in_bytes / 1e6,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=20)
-    args = parser.parse_args()
-
-    results = []
-    print(
-        f"{'case':44} {'xla ms':>8} {'least':>8} {'naive ms':>9} {'least':>8} "
-        f"{'ratio':>6} {'compile s':>9} {'temp MB':>8}"
-    )
+    options = report.parser(__doc__)
+    options.add_argument("--layers", type=int, default=6)
+    options.add_argument("--page-size", type=int, default=16)
+    options.add_argument("--repeats", type=int, default=20)
+    args = options.parse_args()
+    rows = []
     for case in (*DECODE_CASES, *EXTEND_CASES):
         ours, theirs = (measure(case, w, args.layers, args.page_size, args.repeats) for w in ("xla", "naive"))
-        ratio = theirs["least_ms"] / ours["least_ms"]
-        results.append({"case": repr(case), "xla": ours, "naive": theirs, "ratio": ratio})
-        print(
-            f"{case!r:44} {ours['ms']:8.3f} {ours['least_ms']:8.3f} {theirs['ms']:9.3f} {theirs['least_ms']:8.3f} "
-            f"{ratio:6.2f} {ours['compile_s']:9.3f} {ours['temp_mb']:8.1f}",
-            flush=True,
-        )
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({"jax": jax.__version__, "settings": vars(args), "results": results}, file, indent=1)
+        ratio = theirs["least"] / ours["least"]
+        naive_ms = {"naive ms": theirs["ms"], "naive least": theirs["least"]}
+        rows.append({"case": repr(case), **ours, **naive_ms, "ratio": ratio})
+    report.show("Attention over pages, per layer", rows)
+    report.write(args.json, "attention", {"rows": rows})
 
 
 if __name__ == "__main__":

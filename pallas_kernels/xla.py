@@ -5,7 +5,7 @@ its context in blocks of positions with an online softmax, in a loop whose bound
 the tile's true length. So cost follows the lengths while shapes do not: one
 executable serves any context up to C*S, and there is no context bucket to compile.
 
-What makes it fast on XLA's CPU back end, all measured:
+What makes it fast on XLA's CPU back end:
 
 - Positions, not pages, are gathered, each one [K, D] contiguous. A position past the
   row's end is clamped to its last one, so stale memory is never read: no mask over
@@ -13,7 +13,7 @@ What makes it fast on XLA's CPU back end, all measured:
 - Decode has too few queries per KV head for a batched product over heads, whose
   operands would have to be transposed first. The queries are spread block-diagonally
   over all heads instead, and a row's block is one [H, K*D] x [K*D, X] product. The
-  zeros cost less than the transposes.
+  zeros cost less than the transposes (measured on the dots alone; within noise in a step).
 - What depends on lengths alone (order, tile map) is computed from the step's
   arguments, so that layers in one jitted function share it.
 
