@@ -4,6 +4,7 @@ is decided once, in `EngineConfig.resolve`."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any, Literal
 
 from jaxoverlap.errors import ConfigError, UnsupportedError
@@ -41,7 +42,7 @@ class EngineConfig:
       UnsupportedError: an attention implementation that this build does not have.
     """
 
-    model: str | None = None
+    model: str | PathLike[str] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = None
     max_running: int | None = None
@@ -52,9 +53,15 @@ class EngineConfig:
     gpu_memory_fraction: float = 0.9
     lookahead: int = 1
     attention: Literal["auto", "xla", "triton", "mosaic"] = "auto"
-    compile_cache: str | None = None
+    compile_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("model", "compile_cache"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str | PathLike) or not str(value)):
+                raise ConfigError(f"{name}: {value!r} is not allowed; use a path or a name, or leave it out")
+        if self.num_pages is not None and self.kv_memory_gib is not None:
+            raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("attention", self.attention, ATTENTION)
         if self.attention in ("triton", "mosaic"):

@@ -7,6 +7,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,9 @@ class LLM:
     Use it as a context manager, or `close` it. Calls from several threads take turns at the engine.
     """
 
-    def __init__(self, model: str | None = None, *, progress: bool | None = None, **config: Any) -> None:
+    def __init__(
+        self, model: str | PathLike[str] | None = None, *, progress: bool | None = None, **config: Any
+    ) -> None:
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         for name, value in config.items():
             if name not in known:
@@ -347,6 +350,11 @@ def _params_for(
 ) -> Sequence[SamplingParams]:
     if given is None or isinstance(given, SamplingParams):
         return [given or SamplingParams()] * len(prompts)
+    if not isinstance(given, list | tuple):
+        raise InvalidRequestError("sampling_params", given, "use a SamplingParams, or a list of them")
+    for index, one in enumerate(given):
+        if not isinstance(one, SamplingParams):
+            raise InvalidRequestError(f"sampling_params[{index}]", one, "use a SamplingParams")
     if len(given) != len(prompts):
         raise InvalidRequestError(
             "sampling_params",

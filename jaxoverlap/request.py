@@ -94,11 +94,11 @@ class SamplingParams:
         _check_real("temperature", self.temperature, 0.0, math.inf, "a finite number ≥ 0")
         _check_real("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]", low_open=True)
         _check_real("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
-        _check_int("top_k", self.top_k, -1, 2**31 - 1, "-1 or 0 (off) or an integer ≥ 1")
+        _check_int("top_k", self.top_k, -1, 2**31 - 1, "-1 or 0 (off) or an integer from 1 to 2**31 - 1")
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1, "None or an integer from 0 to 2**64 - 1")
+            _check_int("seed", self.seed, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1, or leave it out")
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "None or an integer ≥ 1")
+            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "an integer from 1 to 2**31 - 1, or leave it out")
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(name, getattr(self, name), "use true or false")
@@ -106,7 +106,7 @@ class SamplingParams:
         if isinstance(ids, str) or not isinstance(ids, Sequence | np.ndarray | set | frozenset):
             raise InvalidRequestError("stop_token_ids", ids, "use a list of token ids")
         for index, token_id in enumerate(ids):
-            _check_int(f"stop_token_ids[{index}]", token_id, 0, 2**31 - 1, "token ids are integers ≥ 0")
+            _check_int(f"stop_token_ids[{index}]", token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
         object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(int(i) for i in ids)))
 
     @property
@@ -156,7 +156,7 @@ class RequestLimits:
 
     def check_prompt(self, prompt_ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """The prompt as int32 [prompt_len]; refuses an empty one, ids outside the vocabulary, one too long."""
-        if isinstance(prompt_ids, str) or not isinstance(prompt_ids, Sequence | np.ndarray):
+        if isinstance(prompt_ids, str | bytes) or not isinstance(prompt_ids, Sequence | np.ndarray):
             raise InvalidRequestError("prompt", prompt_ids, "use text, a list of token ids or a list of messages")
         if len(prompt_ids) == 0:
             raise InvalidRequestError("prompt", "", "it has no tokens; at least one is needed")

@@ -109,6 +109,20 @@ def test_a_bad_prompt_is_named_and_nothing_has_run(llm):
         llm.stream([])
 
 
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ([None, None], r"sampling_params\[0\]: None"),
+        ([GREEDY, 5], r"sampling_params\[1\]: 5"),
+        (5, "sampling_params: 5"),
+        ({"temperature": 0, "top_p": 1}, "sampling_params: {"),
+    ],
+)
+def test_wrong_parameters_are_named(llm, given, field):
+    with pytest.raises(InvalidRequestError, match=field):
+        llm.generate([[1], [2]], given)
+
+
 def test_each_yields_errors_for_bad_inputs_and_goes_on(llm):
     inputs = [([1], GREEDY), ([], GREEDY), ([2], GREEDY), ([VOCAB_SIZE], GREEDY)]
     results = dict(llm.generate_each(iter(inputs)))
@@ -213,6 +227,9 @@ def test_closed_is_closed(llm):
         ("kv_memory_gib", 0),
         ("attention", "flash"),
         ("max_runing", 3),
+        ("model", 5),
+        ("model", ""),
+        ("compile_cache", 5),
     ],
 )
 def test_a_bad_setting_names_itself(monkeypatch, setting, value):

@@ -141,7 +141,8 @@ def parse_line(raw: bytes, number: int) -> dict[str, Any]:
 
 def duplicate(custom_id: str, number: int) -> BadLine:
     message = f"line {number}: custom_id: {custom_id!r} is not allowed; an earlier line has it"
-    return BadLine("duplicate_custom_id", message, custom_id=custom_id, line=number)
+    # Not under its custom_id: a reader for whom the later line counts would lose the answer.
+    return BadLine("duplicate_custom_id", message, line=number)
 
 
 def too_long(number: int, limit: int) -> BadLine:

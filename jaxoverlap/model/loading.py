@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 
 import ml_dtypes
@@ -95,7 +96,7 @@ def resolve_dtype(dtype: str | np.dtype, platform: str) -> np.dtype:
 
 
 def load_model(
-    source: str | Path | None = None,
+    source: str | PathLike[str] | None = None,
     dtype: str | np.dtype = "auto",
     *,
     platform: str = "cpu",
@@ -115,7 +116,7 @@ def load_model(
     return load_weights(open_model(source, max_context=max_context), resolve_dtype(dtype, platform))
 
 
-def open_model(source: str | Path | None = None, *, max_context: int | None = None) -> ModelFiles:
+def open_model(source: str | PathLike[str] | None = None, *, max_context: int | None = None) -> ModelFiles:
     """Finds and opens a model's files without loading its weights; arguments as in `load_model`."""
     if source is None:
         return ModelFiles(NAME, GgufCheckpoint(default_model_path(), max_context))

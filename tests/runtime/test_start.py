@@ -86,6 +86,17 @@ _SETTINGS = (
 )
 
 
+def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"compile_cache: .*file/cache"):
+        compile_cache.enable(str(tmp_path / "file" / "cache"))
+
+
+def test_two_sizes_for_one_pool_are_refused():
+    with pytest.raises(ConfigError, match="num_pages and kv_memory_gib"):
+        EngineConfig(num_pages=4, kv_memory_gib=1)
+
+
 def test_off_leaves_the_compilation_cache_alone():
     before = [getattr(jax.config, name) for name in _SETTINGS]
     assert compile_cache.enable("off") is None
