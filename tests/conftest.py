@@ -1,0 +1,17 @@
+"""On Pythons that have no CPU build of torch (see pyproject.toml), the tests against torch are left out."""
+
+from importlib.util import find_spec
+
+collect_ignore = (
+    []
+    if find_spec("torch")
+    else [
+        "model/test_decoder.py",
+        "model/test_files.py",
+        "model/test_loading.py",
+        "model/test_real_model.py",
+        "text/test_chat_template.py",
+        "text/test_detokenizer.py",
+        "text/test_tokenizer.py",
+    ]
+)
