@@ -71,6 +71,7 @@ def decode_attention(
     *,
     page_offset: int,
     scale: float,
+    window: int | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Attention of one query per row over its pages.
@@ -79,19 +80,24 @@ def decode_attention(
       q: [B, H, D]. Query head h reads KV head h // (H // K).
       k_pages, v_pages: [N, S, K, D]; the current token is already written.
       page_table: int32 [B, C], page ids without the layer's offset. Entries past a
-        row's length may hold anything.
+        row's length or wholly before its window may hold anything.
       seq_lens: int32 [B], positions to attend to, the current one included; at most
         C*S. 0 marks a padded or finished row.
       page_offset: Python int added to every page id, `layer * P`.
       scale: multiplies q.k before the softmax.
+      window: positions that a query sees, its own included: the query at p sees
+        max(0, p - window + 1) to p. What lies before is never read, so its pages may be
+        freed and reused; cost follows min(length, window). None: no limit.
 
     Returns:
       [B, H, D] in q's dtype; zeros for rows of length 0. Softmax in float32.
     """
     _require(implementation)
-    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset)
+    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window)
     _validate.check_decode(q, page_table)
-    return xla.decode_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset=page_offset, scale=scale)
+    return xla.decode_attention(
+        q, k_pages, v_pages, page_table, seq_lens, page_offset=page_offset, scale=scale, window=window
+    )
 
 
 def extend_attention(
@@ -104,6 +110,7 @@ def extend_attention(
     *,
     page_offset: int,
     scale: float,
+    window: int | None = None,
     implementation: str = "xla",
 ) -> jax.Array:
     """Causal attention of ragged prefill chunks, packed one after the other.
@@ -113,17 +120,17 @@ def extend_attention(
         sits at position seq_lens[r]-1 and each query sees the positions up to its own.
       k_pages, v_pages: [N, S, K, D]; the chunks are already written.
       page_table: int32 [R, C], page ids without the layer's offset. Entries past a
-        row's length may hold anything.
+        row's length or wholly before the window of its first query may hold anything.
       cu_q_lens: int32 [R+1], non-decreasing from 0. Tokens past its end are padding.
       seq_lens: int32 [R], length of each row with this chunk; at least its chunk.
-      page_offset, scale: as in decode_attention.
+      page_offset, scale, window: as in decode_attention, for each query at its own position.
 
     Returns:
       [T, H, D] in q's dtype; zeros for padding. Softmax in float32.
     """
     _require(implementation)
-    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset)
+    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window)
     _validate.check_extend(cu_q_lens, seq_lens)
     return xla.extend_attention(
-        q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale
+        q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale, window=window
     )

@@ -57,6 +57,7 @@ def check_attention(
     page_table: jax.Array,
     seq_lens: jax.Array,
     page_offset: int,
+    window: int | None,
 ) -> None:
     check_pools(k_pages, v_pages)
     _floats(q=q)
@@ -71,6 +72,8 @@ def check_attention(
         _fail("page_table", page_table, f"[{seq_lens.shape[0]}, C >= 1], one row per seq_lens entry")
     if not isinstance(page_offset, int) or not 0 <= page_offset < pages:
         raise ValueError(f"page_offset: got {page_offset!r}, allowed is a Python int in [0, {pages})")
+    if window is not None and not (isinstance(window, int) and 1 <= window <= MAX_SLOTS):
+        raise ValueError(f"window: got {window!r}, allowed is None or a Python int in [1, {MAX_SLOTS}]")
 
 
 def check_decode(q: jax.Array, page_table: jax.Array) -> None:

@@ -21,12 +21,13 @@ def write_kv(
     return write(k_pages, k), write(v_pages, v)
 
 
-def _gather(pool: jax.Array, pages: jax.Array, length: jax.Array, group: int) -> jax.Array:
-    """One row: page ids [C] -> float32 [C*S, H, D], zeros past `length`, heads repeated `group` times."""
+def _gather(pool: jax.Array, pages: jax.Array, lowest: jax.Array, length: jax.Array, group: int) -> jax.Array:
+    """One row: page ids [C] -> float32 [C*S, H, D], zeros outside [lowest, length), heads repeated `group` times."""
     x = jnp.take(pool, pages, axis=0, mode="clip").astype(jnp.float32)
     x = x.reshape(-1, *pool.shape[2:])
-    written = jnp.arange(x.shape[0], dtype=jnp.int32) < length
-    return jnp.repeat(jnp.where(written[:, None, None], x, 0.0), group, axis=1)
+    position = jnp.arange(x.shape[0], dtype=jnp.int32)
+    readable = (position >= lowest) & (position < length)
+    return jnp.repeat(jnp.where(readable[:, None, None], x, 0.0), group, axis=1)
 
 
 def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
@@ -46,10 +47,13 @@ def decode_attention(
     *,
     page_offset: int,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """Extend with one query per row."""
     cu_q_lens = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale)
+    return extend_attention(
+        q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale, window=window
+    )
 
 
 def extend_attention(
@@ -62,18 +66,21 @@ def extend_attention(
     *,
     page_offset: int,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """Every row against every token, masked down to the row's own tokens and their past."""
     group = q.shape[1] // k_pages.shape[2]
+    window = page_table.shape[1] * k_pages.shape[1] if window is None else window
     token = jnp.arange(q.shape[0], dtype=jnp.int32)
 
     def row(r: jax.Array) -> jax.Array:
         pages = page_table[r] + page_offset
-        k = _gather(k_pages, pages, seq_lens[r], group)
-        v = _gather(v_pages, pages, seq_lens[r], group)
+        first_query = seq_lens[r] - (cu_q_lens[r + 1] - cu_q_lens[r])
+        k, v = (_gather(pool, pages, first_query - window + 1, seq_lens[r], group) for pool in (k_pages, v_pages))
         own = (token >= cu_q_lens[r]) & (token < cu_q_lens[r + 1])
         position = seq_lens[r] - (cu_q_lens[r + 1] - token)
-        past = jnp.arange(k.shape[0], dtype=jnp.int32)[None, :] <= position[:, None]
+        distance = position[:, None] - jnp.arange(k.shape[0], dtype=jnp.int32)[None, :]
+        past = (distance >= 0) & (distance < window)
         # Rows own disjoint tokens and leave zeros elsewhere, so their results add up.
         return _attend(q, k, v, own[:, None] & past, scale)
 

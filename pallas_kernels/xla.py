@@ -1,15 +1,17 @@
 """Plain XLA: the CPU path, and the oracle of the GPU kernels.
 
 One idea carries both attentions. Work is cut into tiles of queries; a tile walks
-its context in blocks of positions with an online softmax, in a loop whose bound is
-the tile's true length. So cost follows the lengths while shapes do not: one
-executable serves any context up to C*S, and there is no context bucket to compile.
+its context in blocks of positions with an online softmax, in a loop over what the tile
+sees: up to its true length, and from its window on. So cost follows the lengths while
+shapes do not: one executable serves any context up to C*S, and there is no context
+bucket to compile.
 
 What makes it fast on XLA's CPU back end:
 
 - Positions, not pages, are gathered, each one [K, D] contiguous. A position past the
-  row's end is clamped to its last one, so stale memory is never read: no mask over
-  keys and values, no NaN from a page that was never written, any page size.
+  row's end or before its window is clamped to one it sees, so stale memory is never
+  read: no mask over keys and values, no NaN from a page that was never written or has
+  been freed, any page size.
 - Decode has too few queries per KV head for a batched product over heads, whose
   operands would have to be transposed first. The queries are spread block-diagonally
   over all heads instead, and a row's block is one [H, K*D] x [K*D, X] product. The
@@ -64,6 +66,11 @@ def _locate(
     return page, lax.rem(positions, jnp.int32(size))
 
 
+def _lowest_visible(positions: jax.Array, window: int | None) -> jax.Array:
+    """The lowest position that a query at each of `positions` sees."""
+    return jnp.zeros_like(positions) if window is None else jnp.maximum(positions - jnp.int32(window - 1), 0)
+
+
 def _get(pool: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
     return pool.at[at].get(mode="promise_in_bounds").astype(jnp.float32)
 
@@ -88,8 +95,9 @@ def decode_attention(
     *,
     page_offset: int,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:
-    """Rows in tiles of DECODE_ROWS, sorted by length so that a tile's rows end together."""
+    """Rows in tiles of DECODE_ROWS, sorted by what they see so that a tile's rows end together."""
     rows, heads, dim = q.shape
     pages, size, kv_heads, _ = k_pages.shape
     group, wide, block = heads // kv_heads, kv_heads * dim, DECODE_BLOCK
@@ -100,7 +108,7 @@ def decode_attention(
     q32 = (q.astype(jnp.float32) * scale).reshape(rows, kv_heads, group, 1, dim)
     q32 = (q32 * spread[None]).reshape(rows, heads, wide)
     if tiles > 1:
-        order = jnp.argsort(-seq_lens)
+        order = jnp.argsort(_lowest_visible(seq_lens - 1, window) - seq_lens)
         # Filler rows of the last tile repeat row 0 with length 0.
         order = jnp.pad(order, (0, tiles * tile - rows))
         real = jnp.arange(tiles * tile, dtype=jnp.int32) < rows
@@ -112,9 +120,11 @@ def decode_attention(
     def run(start: jax.Array, out: jax.Array) -> jax.Array:
         q_tile, table, length = (_rows(x, start, tile) for x in (q32, page_table, lengths))
         last = jnp.maximum(length - 1, 0)[:, None]
+        # Every row walks its own interval: neighbours of other lengths see other positions.
+        lowest = _lowest_visible(length - 1, window)
 
         def step(j: jax.Array, state: tuple) -> tuple:
-            positions = (j * block + jnp.arange(block, dtype=jnp.int32))[None, :]
+            positions = lowest[:, None] + (j * block + jnp.arange(block, dtype=jnp.int32))[None, :]
             at = _locate(table, jnp.minimum(positions, last), page_offset, pages, size)
             keys = _get(k_pages, at).reshape(tile, block, wide)
             scores = jnp.einsum("whd,wxd->whx", q_tile, keys)
@@ -128,7 +138,7 @@ def decode_attention(
             jnp.zeros((tile, heads), jnp.float32),
             jnp.zeros((tile, heads, wide), jnp.float32),
         )
-        _, total, acc = lax.fori_loop(0, _blocks(length.max(), block), step, init)
+        _, total, acc = lax.fori_loop(0, _blocks((length - lowest).max(), block), step, init)
         # The diagonal blocks are the result; the others mixed heads that do not belong together.
         acc = acc.reshape(tile, kv_heads, group, kv_heads, dim)
         acc = jnp.stack([acc[:, i, :, i] for i in range(kv_heads)], axis=1)
@@ -167,6 +177,7 @@ def extend_attention(
     *,
     page_offset: int,
     scale: float,
+    window: int | None = None,
 ) -> jax.Array:
     """Tiles of up to EXTEND_QUERIES tokens of one row each, in token order."""
     tokens, heads, dim = q.shape
@@ -183,13 +194,16 @@ def extend_attention(
         q_tile = _rows(q32, first, width).reshape(width, kv_heads, group, dim)
         q_tile = q_tile.transpose(1, 2, 0, 3).reshape(kv_heads, group * width, dim)
         own = position + jnp.arange(width, dtype=jnp.int32)
+        lowest = _lowest_visible(position, window)
 
         def step(j: jax.Array, state: tuple) -> tuple:
             positions = j * block + jnp.arange(block, dtype=jnp.int32)
-            inside = jnp.minimum(positions, length - 1)[None, :]
+            inside = jnp.clip(positions, lowest, length - 1)[None, :]
             at = _locate(table, inside, page_offset, pages, size)
             scores = jnp.einsum("kmd,xkd->kmx", q_tile, _get(k_pages, at)[0])
             seen = positions[None, :] <= own[:, None]
+            if window is not None:
+                seen &= positions[None, :] >= _lowest_visible(own, window)[:, None]
             scores = jnp.where(jnp.tile(seen, (group, 1))[None], scores, _FLOOR)
             top, total, acc, weights = _online(state, scores)
             return top, total, acc + jnp.einsum("kmx,xkd->kmd", weights, _get(v_pages, at)[0])
@@ -200,7 +214,7 @@ def extend_attention(
             jnp.zeros((kv_heads, group * width, dim), jnp.float32),
         )
         visible = jnp.minimum(position + width, length)
-        _, total, acc = lax.fori_loop(0, _blocks(visible, block), step, init)
+        _, total, acc = lax.fori_loop(lax.div(lowest, jnp.int32(block)), _blocks(visible, block), step, init)
         acc = (acc / total[..., None]).reshape(kv_heads, group, width, dim)
         acc = acc.transpose(2, 0, 1, 3).reshape(width, heads, dim).astype(q.dtype)
         # Where a tile runs over its chunk, the next tile or the last line overwrites the excess.

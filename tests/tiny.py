@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,11 +12,12 @@ import numpy as np
 
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.model.config import ModelConfig
-from jaxoverlap.model.decoder import Decoder, random_weights
+from jaxoverlap.model.decoder import random_weights
 from jaxoverlap.model.rope import RopeConfig
 from jaxoverlap.request import Request, RequestLimits, SamplingParams
 from jaxoverlap.runtime.runner import DeviceRunner
 from jaxoverlap.scheduler.scheduler import SchedulerConfig
+from tests.model.dense import dense_logits
 
 VOCAB_SIZE = 128
 EOS_ID = 5
@@ -34,6 +36,7 @@ CONFIG = ModelConfig(
     max_position_embeddings=256,
     eos_token_ids=(EOS_ID,),
 )
+WINDOWED = replace(CONFIG, windows=(24, 24))
 
 
 @functools.cache
@@ -51,22 +54,22 @@ def scheduler_config(**changes: Any) -> SchedulerConfig:
 
 
 @functools.cache
-def _executables(config: SchedulerConfig) -> dict:
-    runner = DeviceRunner(CONFIG, weights(), config, dtype=jnp.float32)
+def _executables(config: SchedulerConfig, model: ModelConfig) -> dict:
+    runner = DeviceRunner(model, weights(), config, dtype=jnp.float32)
     runner.warm_up()
     return runner._executables
 
 
-def make_runner(**changes: Any) -> DeviceRunner:
+def make_runner(model: ModelConfig = CONFIG, **changes: Any) -> DeviceRunner:
     config = scheduler_config(**changes)
-    runner = DeviceRunner(CONFIG, weights(), config, dtype=jnp.float32)
-    runner._executables = dict(_executables(config))
+    runner = DeviceRunner(model, weights(), config, dtype=jnp.float32)
+    runner._executables = dict(_executables(config, model))
     runner._ready = True
     return runner
 
 
-def make_engine(lookahead: int = 1, **changes: Any) -> tuple[Engine, DeviceRunner]:
-    runner = make_runner(**changes)
+def make_engine(lookahead: int = 1, model: ModelConfig = CONFIG, **changes: Any) -> tuple[Engine, DeviceRunner]:
+    runner = make_runner(model, **changes)
     engine = Engine(scheduler_config(**changes), runner, lookahead=lookahead, eos_token_ids=(EOS_ID,))
     return engine, runner
 
@@ -88,30 +91,13 @@ def random_requests(engine: Engine, seed: int, count: int, **fixed: Any) -> list
     return requests
 
 
-@functools.cache
-def _dense_logits(length: int):
-    def run(token_ids: jax.Array) -> jax.Array:
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            group = CONFIG.num_heads // CONFIG.num_kv_heads
-            k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-            scores = jnp.einsum("qhd,khd->hqk", q, k) * CONFIG.head_dim**-0.5
-            causal = jnp.tril(jnp.ones((length, length), dtype=bool))
-            return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(causal, scores, -jnp.inf)), v)
-
-        decoder = Decoder(CONFIG, jnp.float32)
-        hidden = decoder.apply(weights(), token_ids, jnp.arange(length), attend)
-        return decoder.apply(weights(), hidden, method=Decoder.logits)
-
-    return jax.jit(run)
-
-
-def dense_greedy(prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+def dense_greedy(prompt: list[int], count: int, model: ModelConfig = CONFIG) -> tuple[list[int], list[float]]:
     """The oracle: no pages, no cache, no batch. Returns tokens and the gap between the two highest logits."""
     tokens, gaps = list(prompt), []
     for _ in range(count):
         padded = np.zeros(-(-len(tokens) // 128) * 128, dtype=np.int32)
         padded[: len(tokens)] = tokens
-        logits = np.asarray(_dense_logits(len(padded))(padded))[len(tokens) - 1]
+        logits = dense_logits(model, weights(), padded)[len(tokens) - 1]
         second, first = np.sort(logits)[-2:]
         gaps.append(float(first - second))
         tokens.append(int(np.argmax(logits)))

@@ -49,15 +49,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-linear-rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
     "llama-yarn-rope": ("llama", {"head_dim": 32, "rope_parameters": YARN_ROPE}),
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("mistral", {"sliding_window": 24, "head_dim": 16}),
     "qwen2": ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0}),
+    "qwen2-window-of-a-layer": ("qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
     "qwen3": ("qwen3", {"head_dim": 16, "num_attention_heads": 6, "num_key_value_heads": 2}),
     "qwen3-tied-biases": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True, "attention_bias": True}),
+    "qwen3-window-of-a-layer": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
 }
 
 # What GGUF can't say: biases of o under llama and qwen3 exist as tensors; linear and yarn have their keys.
 GGUF_MODELS = ["llama", "llama-tied", "llama-biases", "llama-wide-heads", "llama-theta", "llama-llama3-rope",
-               "llama-linear-rope", "llama-yarn-rope", "mistral", "qwen2", "qwen3"]  # fmt: skip
+               "llama-linear-rope", "llama-yarn-rope", "mistral", "mistral-window", "qwen2", "qwen3"]  # fmt: skip
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -226,6 +233,8 @@ def gguf_metadata(model: Any) -> dict[str, Any]:
         "rope.dimension_count": head_dim,
         "vocab_size": config.vocab_size,
     }
+    if config.model_type == "mistral" and config.sliding_window is not None:
+        values["attention.sliding_window"] = config.sliding_window
     if rope["rope_type"] in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope["rope_type"], "rope.scaling.factor": rope["factor"]}
     if rope["rope_type"] == "yarn":

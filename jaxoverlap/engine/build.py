@@ -41,7 +41,7 @@ def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count
     compile_cache.enable(config.compile_cache)
     device = jax.devices()[0]
     dtype = resolve_dtype(config.dtype, device.platform)
-    files = open_model(config.model, max_context=config.max_model_len)
+    files = open_model(config.model)
     tokenizer = Tokenizer.from_source(files.tokenizer_source)
     shape = files.config
     weights = jax.device_put(load_weights(files, dtype).weights, device)

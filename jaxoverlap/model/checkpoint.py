@@ -57,7 +57,7 @@ class HfCheckpoint:
     """A folder with config.json and safetensors. The index, where there is one, says which file holds what:
     other files, and other copies of a tensor, are ignored."""
 
-    def __init__(self, folder: Path, max_context: int | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.tokenizer_source: TokenizerSource = folder
         self._file_of = self._open_files(folder)
         config = read_json(folder / "config.json")
@@ -66,7 +66,6 @@ class HfCheckpoint:
             config,
             read_json(generation_path) if generation_path.is_file() else None,
             tokenizer_eos_ids=_tokenizer_eos_ids(folder),
-            max_context=max_context,
         )
         headers = [file.header for _, file in sorted({f.path: f for f in self._file_of.values()}.items())]
         self.fingerprint = _digest(json.dumps(config, sort_keys=True).encode(), *headers)
@@ -110,7 +109,7 @@ class HfCheckpoint:
 class GgufCheckpoint:
     """One GGUF file of architecture llama (which mistral models use too), qwen2 or qwen3."""
 
-    def __init__(self, path: Path, max_context: int | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
         self.tokenizer_source: TokenizerSource = file.metadata
         if file.metadata.get("split.count", 1) > 1:
@@ -128,7 +127,6 @@ class GgufCheckpoint:
             tied="lm_head.weight" not in names,
             biases=[kind for kind, name in _BIAS_PROBES.items() if name in names],
             frequency_factors=factors,
-            max_context=max_context,
         )
         # Rotation pairs neighbours in GGUF's llama, halves in transformers: rows of q and k are permuted.
         self._permuted_heads: dict[str, int] = {}

@@ -60,8 +60,8 @@ class ModelConfig:
       max_position_embeddings: longest context, prompt and output together.
       eos_token_ids: every id that ends a sequence, ascending.
       bos_token_id: id that begins a sequence, if the model names one.
-      sliding_window: the window the model was trained with where it is active; never below
-        `max_position_embeddings`, so that it hides nothing.
+      windows: for each layer the number of positions that a token sees, its own included; None is all of
+        them. Left out: all layers see all.
     """
 
     family: str
@@ -82,7 +82,7 @@ class ModelConfig:
     max_position_embeddings: int = 2048
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    sliding_window: int | None = None
+    windows: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises ModelError if the sizes contradict each other."""
@@ -114,11 +114,18 @@ class ModelConfig:
                 f"rope frequency factors: {len(self.rope.frequency_factors)} values, "
                 f"expected head_dim / 2 = {self.head_dim // 2}"
             )
-        if self.sliding_window is not None and self.sliding_window < self.max_position_embeddings:
-            raise ModelError(
-                f"sliding_window is {self.sliding_window}: sliding-window attention is not supported in this "
-                f"build; allowed: a maximum context of at most the window (now {self.max_position_embeddings})"
-            )
+        object.__setattr__(self, "windows", self.windows or (None,) * self.num_layers)
+        if len(self.windows) != self.num_layers:
+            raise ModelError(f"windows: {len(self.windows)} values, expected one for each of {self.num_layers} layers")
+        for window in self.windows:
+            if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+                raise ModelError(f"sliding window is {window!r}; it must be a positive integer")
+
+    @property
+    def window(self) -> int | None:
+        """Positions that any layer still reads back from a token, its own included; None where a layer reads all."""
+        limited = [window for window in self.windows if window is not None]
+        return max(limited) if len(limited) == self.num_layers else None
 
     @property
     def q_size(self) -> int:
@@ -142,7 +149,6 @@ def config_from_hf(
     generation_config: Mapping[str, Any] | None = None,
     *,
     tokenizer_eos_ids: Iterable[int] = (),
-    max_context: int | None = None,
 ) -> ModelConfig:
     """Reads config.json (and generation_config.json) of a Hugging Face folder.
 
@@ -150,8 +156,6 @@ def config_from_hf(
       config: content of config.json.
       generation_config: content of generation_config.json, if there is one.
       tokenizer_eos_ids: what the tokenizer calls its end; joined with the ids of both files.
-      max_context: an upper bound on the context the engine will use; lowers
-        `max_position_embeddings`, and so admits models whose sliding window is not shorter.
 
     Raises:
       ModelError: a field is missing or holds what this build does not support.
@@ -189,10 +193,10 @@ def config_from_hf(
         o_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
         qk_norm=family == "qwen3",
-        max_position_embeddings=_bounded(context, max_context),
+        max_position_embeddings=context,
         eos_token_ids=_union(*stop_ids),
         bos_token_id=config.get("bos_token_id"),
-        sliding_window=_hf_sliding_window(family, config, get("sliding_window"), num_layers),
+        windows=_hf_windows(family, config, get("sliding_window"), num_layers),
     )
 
 
@@ -203,7 +207,6 @@ def config_from_gguf(
     tied: bool,
     biases: Iterable[str] = (),
     frequency_factors: tuple[float, ...] = (),
-    max_context: int | None = None,
 ) -> ModelConfig:
     """Reads GGUF metadata; what GGUF leaves to the tensors comes as arguments.
 
@@ -213,7 +216,6 @@ def config_from_gguf(
       tied: there is no `output.weight`.
       biases: which of "qkv", "o", "mlp" carry biases.
       frequency_factors: content of `rope_freqs.weight`, `[D/2]`; empty without that tensor.
-      max_context: as in `config_from_hf`.
 
     Raises:
       ModelError: a key is missing or holds what this build does not support.
@@ -238,12 +240,13 @@ def config_from_gguf(
         raise ModelError(f"{key('attention.layer_norm_rms_epsilon')} is missing")
     biases = set(biases)
     context = _required_int(metadata, key("context_length"))
+    num_layers = _required_int(metadata, key("block_count"))
     eos_names = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
     return ModelConfig(
         family=_FAMILY_OF_GGUF[architecture],
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        num_layers=_required_int(metadata, key("block_count")),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=metadata.get(key("attention.head_count_kv"), num_heads),
         head_dim=head_dim,
@@ -255,10 +258,10 @@ def config_from_gguf(
         o_bias="o" in biases,
         mlp_bias="mlp" in biases,
         qk_norm=architecture == "qwen3",
-        max_position_embeddings=_bounded(context, max_context),
+        max_position_embeddings=context,
         eos_token_ids=_union(*(metadata.get(f"tokenizer.ggml.{name}") for name in eos_names)),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
-        sliding_window=metadata.get(key("attention.sliding_window")) or None,
+        windows=_gguf_windows(metadata, architecture, context, num_layers),
     )
 
 
@@ -275,21 +278,32 @@ def _hf_family(config: Mapping[str, Any]) -> str:
     return model_type
 
 
-def _hf_sliding_window(family: str, config: Mapping[str, Any], window: int | None, num_layers: int) -> int | None:
-    """The window, where any layer slides; each family has its own switch."""
-    if family == "llama" or window is None:
-        return None
+def _hf_windows(family: str, config: Mapping[str, Any], window: int | None, num_layers: int) -> tuple[int | None, ...]:
+    """Each layer's window; every family has its own switch."""
     if family == "mistral":
-        return window
-    if not config.get("use_sliding_window", False):
-        return None
+        return (window,) * num_layers
+    if family == "llama" or not config.get("use_sliding_window", False):
+        return (None,) * num_layers
     layer_types = config.get("layer_types")
     if layer_types is None:
-        return window if config.get("max_window_layers", 28) < num_layers else None
+        full = config.get("max_window_layers", 28)
+        return tuple(None if layer < full else window for layer in range(num_layers))
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
-            raise unsupported("layer_types", layer_type, ["full_attention"])
-    return window if "sliding_attention" in layer_types else None
+            raise unsupported("layer_types", layer_type, ["full_attention", "sliding_attention"])
+    return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _gguf_windows(
+    metadata: Mapping[str, Any], architecture: str, context: int, num_layers: int
+) -> tuple[int | None, ...]:
+    """The one window of all layers, which llama (and so mistral) means by the key."""
+    name = f"{architecture}.attention.sliding_window"
+    window = _required_int(metadata, name) if metadata.get(name) else None
+    of_all_layers = architecture == "llama" and f"{name}_pattern" not in metadata
+    if window is not None and window < context and not of_all_layers:
+        raise unsupported(name, window, ["the window of all layers of a llama", f"{context} and more"])
+    return (window,) * num_layers
 
 
 def _required_int(source: Mapping[str, Any], name: str) -> int:
@@ -299,10 +313,6 @@ def _required_int(source: Mapping[str, Any], name: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"{name} is {value!r}; it must be a positive integer")
     return value
-
-
-def _bounded(max_positions: int, max_context: int | None) -> int:
-    return max_positions if max_context is None else min(max_positions, max_context)
 
 
 def _union(*sources: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -100,7 +100,6 @@ def load_model(
     dtype: str | np.dtype = "auto",
     *,
     platform: str = "cpu",
-    max_context: int | None = None,
 ) -> LoadedModel:
     """Loads a model.
 
@@ -108,18 +107,17 @@ def load_model(
       source: a folder, a GGUF file, a hub id, or None for the embedded default.
       dtype: "auto", "float32" or "bfloat16".
       platform: what "auto" is for.
-      max_context: longest context that will be used; see `config_from_hf`.
 
     Raises:
       ModelError: something about the files can't be used; the message names it.
     """
-    return load_weights(open_model(source, max_context=max_context), resolve_dtype(dtype, platform))
+    return load_weights(open_model(source), resolve_dtype(dtype, platform))
 
 
-def open_model(source: str | PathLike[str] | None = None, *, max_context: int | None = None) -> ModelFiles:
+def open_model(source: str | PathLike[str] | None = None) -> ModelFiles:
     """Finds and opens a model's files without loading its weights; arguments as in `load_model`."""
     if source is None:
-        return ModelFiles(NAME, GgufCheckpoint(default_model_path(), max_context))
+        return ModelFiles(NAME, GgufCheckpoint(default_model_path()))
     path = Path(source).expanduser()
     name = path.resolve().name
     if not path.exists():
@@ -127,16 +125,16 @@ def open_model(source: str | PathLike[str] | None = None, *, max_context: int | 
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a folder nor a .gguf file")
-        return ModelFiles(path.stem, GgufCheckpoint(path, max_context))
+        return ModelFiles(path.stem, GgufCheckpoint(path))
     if (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file():
-        return ModelFiles(name, HfCheckpoint(path, max_context))
+        return ModelFiles(name, HfCheckpoint(path))
     gguf_files = sorted(path.glob("*.gguf"))
     if len(gguf_files) > 1:
         names = ", ".join(file.name for file in gguf_files)
         raise ModelError(f"{path} holds {len(gguf_files)} GGUF files; name one: {names}")
     if not gguf_files:
         raise ModelError(f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a .gguf file")
-    return ModelFiles(gguf_files[0].stem, GgufCheckpoint(gguf_files[0], max_context))
+    return ModelFiles(gguf_files[0].stem, GgufCheckpoint(gguf_files[0]))
 
 
 def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:

@@ -179,6 +179,7 @@ class _PagedAttention:
         options: dict[str, Any] = {
             "page_offset": layer * step.num_pages,
             "scale": step.config.head_dim**-0.5,
+            "window": step.config.windows[layer],
             "implementation": step.attention,
         }
         outputs = []

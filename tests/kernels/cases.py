@@ -37,20 +37,31 @@ class Case:
         values = np.random.default_rng(seed).standard_normal(shape, np.float32)
         return jnp.asarray(values.astype(self.k_pages.dtype))
 
-    def live(self) -> np.ndarray:
-        """bool [N, S]: the positions that some row of this layer may read."""
+    def live(self, lowest: list[int]) -> np.ndarray:
+        """bool [N, S]: the positions that some row of this layer may read, from its `lowest` on."""
         table, live = np.asarray(self.page_table), np.zeros(self.k_pages.shape[:2], bool)
         for row, length in enumerate(self.lengths):
-            x = np.arange(length)
+            x = np.arange(lowest[row], length)
             live[table[row, x // self.page_size] + self.page_offset, x % self.page_size] = True
         return live
 
-    def with_stale(self, value: float) -> "Case":
+    def with_stale(self, value: float, lowest: list[int] | None = None) -> "Case":
         """The same case with `value` in every position that no row may read."""
-        stale = ~self.live()
+        stale = ~self.live(lowest or [0] * len(self.lengths))
         k, v = (np.array(pool) for pool in (self.k_pages, self.v_pages))
         k[stale], v[stale] = value, value
         return replace(self, k_pages=jnp.asarray(k), v_pages=jnp.asarray(v))
+
+    def outside_window(self, window: int, chunks: tuple[int, ...] | None = None) -> "Case":
+        """NaN before the window of each chunk's first query (decode: of the last), and page ids of anything there."""
+        chunks = chunks or (1,) * len(self.lengths)
+        lowest = [max(length - chunk - window + 1, 0) for length, chunk in zip(self.lengths, chunks, strict=True)]
+        table = np.array(self.page_table)
+        anything = np.resize([OUT_OF_RANGE, self.pages, -1, 0, -OUT_OF_RANGE], table.shape[1])
+        for row, position in enumerate(lowest):
+            freed = position // self.page_size
+            table[row, :freed] = anything[:freed]
+        return replace(self.with_stale(np.nan, lowest), page_table=jnp.asarray(table))
 
 
 def make(

@@ -39,6 +39,9 @@ def decode(**changed):
         ({"seq_lens": jnp.zeros((2,), F32)}, r"seq_lens: got float32"),
         ({"page_offset": 12}, r"page_offset: got 12, allowed is a Python int in \[0, 12\)"),
         ({"page_offset": jnp.int32(0)}, r"page_offset: "),
+        ({"window": 0}, r"window: got 0, allowed is None or a Python int in \[1, 2147483647\]"),
+        ({"window": 2**31}, r"window: got 2147483648"),
+        ({"window": 1.5}, r"window: got 1.5"),
     ],
 )
 def test_decode_refuses(changed, message):
@@ -47,9 +50,11 @@ def test_decode_refuses(changed, message):
         decode(**changed)
 
 
-def test_extend_refuses_a_wrong_number_of_chunks():
+def test_extend_refuses_a_wrong_number_of_chunks_and_no_window():
     args = {**GOOD, "page_offset": 0, "scale": 1.0}
     pk.extend_attention(**args, cu_q_lens=jnp.zeros((3,), jnp.int32))
+    with pytest.raises(ValueError, match="window: got 0"):
+        pk.extend_attention(**args, cu_q_lens=jnp.zeros((3,), jnp.int32), window=0)
     with pytest.raises(ValueError, match=r"cu_q_lens: got int32\[2\].*one more than seq_lens"):
         pk.extend_attention(**args, cu_q_lens=jnp.zeros((2,), jnp.int32))
 
@@ -88,13 +93,13 @@ def test_what_is_not_in_the_build_says_so(name):
 LAYERS, PAGES = 3, 400
 
 
-def chain(kind: str, tokens: int):
+def chain(kind: str, tokens: int, window: int | None):
     """write_kv and attention in each of LAYERS layers, on donated pools."""
 
     def layer(index, q, k_pages, v_pages, k, v, slots, table, lens, cu):
         at = slots + jnp.int32(index * PAGES * 16)
         k_pages, v_pages = pk.write_kv(k_pages, v_pages, k + q[:, :3], v + q[:, :3], at)
-        common = {"page_offset": index * PAGES, "scale": 0.125}
+        common = {"page_offset": index * PAGES, "scale": 0.125, "window": window}
         if kind == "decode":
             return pk.decode_attention(q, k_pages, v_pages, table, lens, **common), k_pages, v_pages
         return pk.extend_attention(q, k_pages, v_pages, table, cu, lens, **common), k_pages, v_pages
@@ -111,9 +116,19 @@ def chain(kind: str, tokens: int):
     return jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, *floats, *ints).compile(), pool
 
 
-@pytest.mark.parametrize(("kind", "tokens"), [("decode", 1), ("decode", 2), ("decode", 16), ("extend", 32)])
-def test_a_donated_pool_is_updated_in_place(kind, tokens):
-    compiled, pool = chain(kind, tokens)
+@pytest.mark.parametrize(
+    ("kind", "tokens", "window"),
+    [
+        ("decode", 1, None),
+        ("decode", 2, None),
+        ("decode", 16, None),
+        ("decode", 16, 24),
+        ("extend", 32, None),
+        ("extend", 32, 24),
+    ],
+)
+def test_a_donated_pool_is_updated_in_place(kind, tokens, window):
+    compiled, pool = chain(kind, tokens, window)
     size = int(np.prod(pool.shape)) * 4
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * size

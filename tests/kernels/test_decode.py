@@ -14,20 +14,20 @@ SMOL = shapes.SMOLLM2_135M
 jitted_decode = jax.jit(pk.decode_attention, static_argnames=("page_offset", "scale"))
 
 
-def decode(case: Case, q: jax.Array, **changed: jax.Array) -> jax.Array:
+def decode(case: Case, q: jax.Array, window: int | None = None, **changed: jax.Array) -> jax.Array:
     args = {"k_pages": case.k_pages, "v_pages": case.v_pages, **changed}
-    call = jax.jit(pk.decode_attention, static_argnames=("page_offset", "scale"))
+    call = jax.jit(pk.decode_attention, static_argnames=("page_offset", "scale", "window"))
     return call(
         q, args["k_pages"], args["v_pages"], case.page_table, case.seq_lens,
-        page_offset=case.page_offset, scale=case.scale,
+        page_offset=case.page_offset, scale=case.scale, window=window,
     )  # fmt: skip
 
 
-def oracle(case: Case, q: jax.Array) -> jax.Array:
-    call = jax.jit(reference.decode_attention, static_argnames=("page_offset", "scale"))
+def oracle(case: Case, q: jax.Array, window: int | None = None) -> jax.Array:
+    call = jax.jit(reference.decode_attention, static_argnames=("page_offset", "scale", "window"))
     return call(
         q, case.k_pages, case.v_pages, case.page_table, case.seq_lens,
-        page_offset=case.page_offset, scale=case.scale,
+        page_offset=case.page_offset, scale=case.scale, window=window,
     )  # fmt: skip
 
 

@@ -19,20 +19,26 @@ def cumulative(chunks: tuple[int, ...]) -> jax.Array:
     return jnp.asarray(np.concatenate([[0], np.cumsum(chunks)]), jnp.int32)
 
 
-def extend(case: Case, q: jax.Array, chunks: tuple[int, ...], seq_lens: jax.Array | None = None) -> jax.Array:
-    call = jax.jit(pk.extend_attention, static_argnames=("page_offset", "scale"))
+def extend(
+    case: Case,
+    q: jax.Array,
+    chunks: tuple[int, ...],
+    seq_lens: jax.Array | None = None,
+    window: int | None = None,
+) -> jax.Array:
+    call = jax.jit(pk.extend_attention, static_argnames=("page_offset", "scale", "window"))
     return call(
         q, case.k_pages, case.v_pages, case.page_table, cumulative(chunks),
         case.seq_lens if seq_lens is None else seq_lens,
-        page_offset=case.page_offset, scale=case.scale,
+        page_offset=case.page_offset, scale=case.scale, window=window,
     )  # fmt: skip
 
 
-def oracle(case: Case, q: jax.Array, chunks: tuple[int, ...]) -> jax.Array:
-    call = jax.jit(reference.extend_attention, static_argnames=("page_offset", "scale"))
+def oracle(case: Case, q: jax.Array, chunks: tuple[int, ...], window: int | None = None) -> jax.Array:
+    call = jax.jit(reference.extend_attention, static_argnames=("page_offset", "scale", "window"))
     return call(
         q, case.k_pages, case.v_pages, case.page_table, cumulative(chunks), case.seq_lens,
-        page_offset=case.page_offset, scale=case.scale,
+        page_offset=case.page_offset, scale=case.scale, window=window,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -104,40 +105,60 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"),
+    ("family", "fields", "windows"),
     [
-        ("mistral", {"sliding_window": 128}),
-        ("qwen2", SLIDING),
-        ("qwen3", SLIDING),
-        ("qwen3", {**SLIDING, "max_window_layers": 9, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("mistral", {"sliding_window": 128}, (128, 128)),
+        ("mistral", {}, (4096, 4096)),
+        ("mistral", {"sliding_window": None}, (None, None)),
+        ("llama", {"sliding_window": 128}, (None, None)),  # transformers' llama knows no window
+        ("qwen2", SLIDING, (None, 128)),
+        ("qwen2", {**SLIDING, "max_window_layers": 0}, (128, 128)),
+        ("qwen2", {**SLIDING, "max_window_layers": 2}, (None, None)),
+        ("qwen2", {**SLIDING, "use_sliding_window": False}, (None, None)),
+        ("qwen3", SLIDING, (None, 128)),
+        ("qwen3", {**SLIDING, "layer_types": ["sliding_attention", "full_attention"]}, (128, None)),
+        ("qwen3", {**SLIDING, "layer_types": ["full_attention", "full_attention"]}, (None, None)),
     ],
 )
-def test_an_active_sliding_window_is_refused_unless_the_context_fits(family, fields):
-    with pytest.raises(ModelError, match=r"sliding_window is 128.*not supported in this build.*\(now 512\)"):
-        config_from_hf(hf(family, **fields))
-    config = config_from_hf(hf(family, **fields), max_context=128)
-    assert (config.max_position_embeddings, config.sliding_window) == (128, 128)
-    with pytest.raises(ModelError, match="sliding_window"):
-        config_from_hf(hf(family, **fields), max_context=129)
+def test_every_layer_has_the_window_that_transformers_gives_it(family, fields, windows):
+    config = config_from_hf(hf(family, **fields))
+    assert (config.max_position_embeddings, config.windows) == (512, windows)
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"),
+    ("windows", "window"), [((), None), ((None, 8), None), ((8, 8), 8), ((8, 16), 16), ((None, None), None)]
+)
+def test_the_model_has_a_window_only_if_every_layer_has_one(windows, window):
+    config = replace(config_from_hf(hf()), windows=windows)
+    assert config.window == window
+    assert len(config.windows) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
     [
-        ("llama", {"sliding_window": 128}),  # transformers' llama knows no window
-        ("mistral", {"sliding_window": None}),
-        ("qwen2", {**SLIDING, "use_sliding_window": False}),
-        ("qwen2", {**SLIDING, "max_window_layers": 2}),
-        ("qwen3", {**SLIDING, "layer_types": ["full_attention", "full_attention"]}),
+        ({"layer_types": ["sliding_attention"]}, "windows: 1 values, expected one for each of 2 layers"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is 'chunked_attention'"),
+        ({"sliding_window": 0}, "sliding window is 0"),
+        ({"sliding_window": "128"}, "sliding window is '128'"),
     ],
 )
-def test_an_inactive_sliding_window_is_no_obstacle(family, fields):
-    config = config_from_hf(hf(family, **fields))
-    assert (config.max_position_embeddings, config.sliding_window) == (512, None)
+def test_windows_that_make_no_sense_are_refused(fields, named):
+    with pytest.raises(ModelError, match=named):
+        config_from_hf(hf("qwen2", **{**SLIDING, **fields}))
 
 
-def test_max_context_never_raises_the_limit():
-    assert config_from_hf(hf(), max_context=9999).max_position_embeddings == 512
+def test_gguf_names_the_window_of_all_layers_of_a_llama():
+    def windows(metadata):
+        return config_from_gguf(metadata, vocab_size=100, tied=True).windows
+
+    assert windows(GGUF) == (None, None)
+    assert windows({**GGUF, "llama.attention.sliding_window": 0}) == (None, None)
+    assert windows({**GGUF, "llama.attention.sliding_window": 128}) == (128, 128)
+    qwen2 = {key.replace("llama", "qwen2"): value for key, value in GGUF.items()} | {"general.architecture": "qwen2"}
+    assert windows({**qwen2, "qwen2.attention.sliding_window": 512}) == (512, 512)  # hides nothing
+    with pytest.raises(ModelError, match=r"qwen2\.attention\.sliding_window is 511"):
+        windows({**qwen2, "qwen2.attention.sliding_window": 511})
 
 
 def test_eos_ids_are_the_union_of_all_sources():
@@ -163,7 +184,10 @@ def test_gguf_vocabulary_is_the_table_s_not_the_metadata_s():
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count is 8"),
         ({"llama.expert_count": 8}, "expert_count is 8"),
         ({"llama.attention.head_count_kv": [2, 4]}, r"num_kv_heads is \[2, 4\]"),
-        ({"llama.attention.sliding_window": 128}, "sliding_window is 128"),
+        (
+            {"llama.attention.sliding_window": 128, "llama.attention.sliding_window_pattern": [True, False]},
+            "sliding_window is 128.*window of all layers",
+        ),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
     ],
 )

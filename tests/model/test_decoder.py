@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,6 +79,27 @@ def test_a_wrong_theta_would_be_seen(saved):
     model = make_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 20000.0})
     loaded = load_model(folder, "float32")
     assert np.abs(dense_logits(loaded.config, loaded.weights, IDS) - hf_logits(model, IDS)).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [
+        ("mistral-window", (24, 24)),
+        ("qwen2-window", (24, 24)),
+        ("qwen2-window-of-a-layer", (None, 24)),
+        ("qwen3-window-of-a-layer", (24, None)),
+    ],
+)
+def test_a_wrong_window_would_be_seen(saved, name, windows):
+    model, folder = saved(name)
+    loaded, theirs = load_model(folder, "float32"), hf_logits(model, IDS)
+    assert loaded.config.windows == windows
+    for wrong in (None, 23, 25):
+        config = replace(loaded.config, windows=tuple(wrong if window else None for window in windows))
+        difference = np.abs(dense_logits(config, loaded.weights, IDS) - theirs).max(axis=1)
+        first_seen = min(wrong or 25, 24)  # the first token whose past differs
+        assert difference[:first_seen].max() < 2e-4
+        assert difference[first_seen:].max() > 1e-2
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3-tied-biases", "qwen2"])
