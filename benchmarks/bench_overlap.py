@@ -83,7 +83,7 @@ def real(rows: int, *, steps: int, repeats: int) -> dict:
                 llm.engine.loop.lookahead = lookahead
                 for _ in range(rows):
                     llm.engine.add([504, 3575, 282, 4649, 314] * 6, params)
-                while llm.engine.loop.scheduler.rows.decoding.sum() < rows:
+                while llm.engine.loop.scheduler.state.rows.decoding.sum() < rows:
                     llm.engine.step()
                 llm.engine.loop.times.clear()
                 _, records = run(llm.engine)

@@ -12,7 +12,7 @@ from jaxoverlap.request import RequestLimits, SamplingParams
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.packing import pack
 from jaxoverlap.scheduler.plan import RowStatus, StepPlan
-from jaxoverlap.scheduler.scheduler import SchedulerConfig
+from jaxoverlap.scheduler.config import SchedulerConfig
 
 VOCAB_SIZE = 1000
 _SPIN_SECONDS = 0.0003
@@ -65,7 +65,7 @@ def timed_engine(rows: int, *, lookahead: int, step_seconds: float, steps: int) 
     engine = Engine(config, TimedDevice(config, step_seconds), lookahead=lookahead)
     for _ in range(rows):
         engine.add([1] * prompt_len, SamplingParams(temperature=0, max_tokens=steps))
-    while engine.loop.scheduler.num_waiting or engine.loop.scheduler.rows.decoding.sum() < rows:
+    while engine.loop.scheduler.num_waiting or engine.loop.scheduler.state.rows.decoding.sum() < rows:
         engine.step()
     engine.loop.times.clear()
     return engine

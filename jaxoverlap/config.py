@@ -3,17 +3,41 @@ is decided once, in `EngineConfig.resolve`."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
 from jaxoverlap.errors import ConfigError, UnsupportedError
 from jaxoverlap.request import RequestLimits
-from jaxoverlap.scheduler.scheduler import SchedulerConfig
+from jaxoverlap.scheduler.config import SchedulerConfig
 
 ATTENTION = ("auto", "xla", "triton", "mosaic")
 DTYPES = ("auto", "float32", "bfloat16")
+SCHEDULES = ("overlap", "timeslice", "serial")
 MAX_PREFILL_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a schedule's name stands for; the loop is one and the same.
+
+    Attributes:
+      lookahead: launched steps whose results may stay unread.
+      mixed_steps: prompt chunks share steps with the decoding rows.
+      max_prefill_streak: prefill steps between two decode steps, where they are not mixed; None leaves it to time.
+    """
+
+    lookahead: int
+    mixed_steps: bool
+    max_prefill_streak: int | None
+
+
+PRESETS = {
+    "overlap": Schedule(lookahead=1, mixed_steps=True, max_prefill_streak=None),
+    "timeslice": Schedule(lookahead=0, mixed_steps=False, max_prefill_streak=1),
+    "serial": Schedule(lookahead=0, mixed_steps=False, max_prefill_streak=None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +57,22 @@ class EngineConfig:
       kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
         `gpu_memory_fraction` of the device less what is taken once the weights are loaded.
       gpu_memory_fraction: in (0, 1].
+      schedule: "overlap" launches a step before the last one is read and mixes prompt chunks with decoding rows;
+        "timeslice" alternates prefill and decode steps and reads each at once; "serial" runs prompts first. They are
+        presets of the next three, which may be set one by one.
       lookahead: launched steps whose results may stay unread; 0 is serial, 1 hides the host's time.
+      mixed_steps: prompt chunks share steps with the decoding rows.
+      max_prefill_streak: prefill steps between two decode steps, where they are not mixed.
+      max_mixed_tokens: prompt tokens in a step with decoding rows at most; what they wait for. Tokens far into a long
+        prompt count more. None is 64 on a CPU, 512 on a GPU.
+      decode_wait_ms: where steps are not mixed, prefill gives way once decoding rows have waited so long.
+      prompt_wait_ms: once the first in the queue has waited so long, a younger request that had its turn is preempted
+        for it. Infinity never does that.
+      headroom: tokens that a request gets at least before it may be preempted; doubled each time.
+      prefix_cache: keep the KV of what was computed for prompts that begin with it. None is on, except for models
+        whose every layer has a sliding window: there pages that fall out of it are freed instead.
+      cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`.
+      max_queue: requests that may wait without having run; None is no limit.
       attention: "auto", "xla", "triton" or "mosaic".
       compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
 
@@ -51,7 +90,17 @@ class EngineConfig:
     num_pages: int | None = None
     kv_memory_gib: float | None = None
     gpu_memory_fraction: float = 0.9
-    lookahead: int = 1
+    schedule: Literal["overlap", "timeslice", "serial"] = "overlap"
+    lookahead: int | None = None
+    mixed_steps: bool | None = None
+    max_prefill_streak: int | None = None
+    max_mixed_tokens: int | None = None
+    decode_wait_ms: float = 300.0
+    prompt_wait_ms: float = 2000.0
+    headroom: int = 64
+    prefix_cache: bool | None = None
+    cache_aware_order: bool = False
+    max_queue: int | None = None
     attention: Literal["auto", "xla", "triton", "mosaic"] = "auto"
     compile_cache: str | PathLike[str] | None = None
 
@@ -63,6 +112,7 @@ class EngineConfig:
         if self.num_pages is not None and self.kv_memory_gib is not None:
             raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("attention", self.attention, ATTENTION)
         if self.attention in ("triton", "mosaic"):
             raise UnsupportedError(f"attention: {self.attention!r} is not in this build; use 'auto' or 'xla'")
@@ -71,17 +121,34 @@ class EngineConfig:
             ("max_running", 1, 65_536),
             ("max_batched_tokens", 1, 2**20),
             ("num_pages", 1, 2**30),
+            ("lookahead", 0, 64),
+            ("max_prefill_streak", 1, 2**20),
+            ("max_mixed_tokens", 1, 2**20),
+            ("max_queue", 1, 2**30),
         ):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low, high)
         _check_int("page_size", self.page_size, 1, 1024)
-        _check_int("lookahead", self.lookahead, 0, 64)
+        _check_int("headroom", self.headroom, 1, 2**24)
+        for name in ("mixed_steps", "prefix_cache"):
+            _check_choice(name, getattr(self, name), (True, False, None))
+        _check_choice("cache_aware_order", self.cache_aware_order, (True, False))
+        for name in ("decode_wait_ms", "prompt_wait_ms"):
+            _check_fraction(name, getattr(self, name), math.inf)
         _check_fraction("gpu_memory_fraction", self.gpu_memory_fraction, 1.0)
         if self.kv_memory_gib is not None:
             _check_fraction("kv_memory_gib", self.kv_memory_gib, 1e6)
 
     def resolve(
-        self, *, platform: str, vocab_size: int, model_len: int, page_bytes: int, kv_memory_bytes: int
+        self,
+        *,
+        platform: str,
+        vocab_size: int,
+        model_len: int,
+        page_bytes: int,
+        kv_memory_bytes: int,
+        window: int | None = None,
+        context_per_token: float | None = None,
     ) -> ResolvedConfig:
         """Decides every "auto".
 
@@ -90,6 +157,8 @@ class EngineConfig:
           vocab_size, model_len: the model's.
           page_bytes: of one page over all layers, K and V.
           kv_memory_bytes: what the KV pool may take, unless `num_pages` says it.
+          window: the widest sliding window, if every layer of the model has one.
+          context_per_token: at this position a prompt token costs twice what the first one does.
         """
         on_cpu = platform == "cpu"
         if self.max_model_len is not None and self.max_model_len > model_len:
@@ -105,16 +174,28 @@ class EngineConfig:
                 "raise kv_memory_gib or gpu_memory_fraction, or take a smaller model"
             )
         limits = RequestLimits(vocab_size, max_model_len, self.page_size, num_pages)
+        preset = PRESETS[self.schedule]
+        max_batched_tokens = min(self.max_batched_tokens or (512 if on_cpu else 2048), max_model_len * max_running)
         return ResolvedConfig(
             scheduler=SchedulerConfig(
                 limits=limits,
                 max_running=max_running,
-                max_batched_tokens=min(
-                    self.max_batched_tokens or (512 if on_cpu else 2048), max_model_len * max_running
-                ),
+                max_batched_tokens=max_batched_tokens,
                 max_prefill_rows=min(MAX_PREFILL_ROWS, max_running),
+                mixed_steps=preset.mixed_steps if self.mixed_steps is None else self.mixed_steps,
+                max_mixed_tokens=min(self.max_mixed_tokens or (64 if on_cpu else 512), max_batched_tokens),
+                context_per_token=context_per_token,
+                max_prefill_streak=self.max_prefill_streak or preset.max_prefill_streak,
+                max_decode_wait=self.decode_wait_ms / 1e3,
+                max_prompt_wait=self.prompt_wait_ms / 1e3,
+                headroom=self.headroom,
+                prefix_cache=window is None if self.prefix_cache is None else self.prefix_cache,
+                cache_aware_order=self.cache_aware_order,
+                window=window,
+                max_queue=self.max_queue,
             ),
-            lookahead=self.lookahead,
+            schedule=self.schedule,
+            lookahead=preset.lookahead if self.lookahead is None else self.lookahead,
             attention="xla",
             kv_bytes=num_pages * page_bytes,
         )
@@ -125,6 +206,7 @@ class ResolvedConfig:
     """An engine's settings with nothing left to decide."""
 
     scheduler: SchedulerConfig
+    schedule: str
     lookahead: int
     attention: str
     kv_bytes: int
@@ -143,10 +225,12 @@ class ResolvedConfig:
 
     def describe(self) -> str:
         limits = self.scheduler.limits
+        cache = "on" if self.scheduler.prefix_cache else "off"
         return (
             f"KV pool: {limits.num_pages} pages of {limits.page_size} tokens = {limits.num_pages * limits.page_size} "
             f"tokens, {self.kv_bytes / 2**30:.2f} GiB; up to {self.scheduler.max_running} requests of up to "
-            f"{limits.max_model_len} tokens; attention: {self.attention}; lookahead: {self.lookahead}"
+            f"{limits.max_model_len} tokens; attention: {self.attention}; schedule: {self.schedule}, lookahead "
+            f"{self.lookahead}; prefix cache: {cache}"
         )
 
 

@@ -5,9 +5,11 @@
     ├── ConfigError (ValueError)           the engine can't start with these settings
     ├── ModelError                         a model folder, its weights, its config or its tokenizer can't be used
     ├── UnsupportedError                   real elsewhere, not in this build or not for this model
+    ├── QueueFullError                     too many requests wait already; later it may go
+    ├── DeadlineError                      a request was not finished in the time it gave itself
     └── EngineError                        the engine itself failed; requests in flight are lost
 
-Bad input is always one of the first four; the last one is our own fault.
+Bad input is always one of the first four, a busy engine the next two; the last one is our own fault.
 """
 
 from __future__ import annotations
@@ -50,6 +52,14 @@ class ModelError(JaxOverlapError):
 
 class UnsupportedError(JaxOverlapError):
     """The feature exists elsewhere but not in this build or not for this model."""
+
+
+class QueueFullError(JaxOverlapError):
+    """As many requests wait as the engine's `max_queue` allows; nothing has changed."""
+
+
+class DeadlineError(JaxOverlapError):
+    """The request's timeout ended it; what it had produced is in its output."""
 
 
 class EngineError(JaxOverlapError):

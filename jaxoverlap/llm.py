@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -17,7 +17,8 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.interrupt import interrupt_deferred
 from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError
-from jaxoverlap.request import FinishReason, Request, RequestStatus, SamplingParams
+from jaxoverlap.request import FinishReason, Request, RequestOptions, RequestStatus, SamplingParams
+from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.text.detokenizer import IncrementalDetokenizer
 
 Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
@@ -36,6 +37,8 @@ class RequestOutput:
       matched_token_id: the id that ended it, for "eos" and "stop_token".
       seed: the seed in effect; with it, the prompt and the parameters the outputs come out again.
       error: set when finish_reason is "error".
+      cached_tokens: tokens of the prompt whose KV was in the prefix cache when it was admitted.
+      preemptions: how often it had to make room for others meanwhile.
       queue_seconds, first_token_seconds, total_seconds: from arrival to admission, to the first token, to the end;
         None for what did not happen.
     """
@@ -48,6 +51,8 @@ class RequestOutput:
     matched_token_id: int | None
     seed: int
     error: JaxOverlapError | None
+    cached_tokens: int
+    preemptions: int
     queue_seconds: float | None
     first_token_seconds: float | None
     total_seconds: float | None
@@ -109,6 +114,7 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         progress: bool | None = None,
     ) -> list[RequestOutput]:
@@ -117,6 +123,7 @@ class LLM:
         Args:
           prompts: one prompt or a list of them.
           sampling_params: for all, or one for each; None is `SamplingParams()`.
+          options: priority, timeout and cache salt, for all, or one for each.
           progress: overrides the constructor's.
 
         Raises:
@@ -125,13 +132,14 @@ class LLM:
           KeyboardInterrupt: Ctrl-C; what was running is aborted and the engine can be used again.
         """
         many: Sequence[Any] = prompts if _is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
-        params = _params_for(many, sampling_params)
+        params = _one_for_each(many, "sampling_params", sampling_params, SamplingParams)
+        treatment = _one_for_each(many, "options", options, RequestOptions)
         inputs = list(zip(many, params, strict=True))
         encoded = [self._checked(prompt, one, f"prompts[{index}]") for index, (prompt, one) in enumerate(inputs)]
         outputs: list[RequestOutput | None] = [None] * len(inputs)
         shown = display.is_wanted(self._progress if progress is None else progress)
         with display.generation_bar(len(inputs), shown=shown) as bar:
-            requests = ((index, ids, one) for index, (ids, (_, one)) in enumerate(zip(encoded, inputs, strict=True)))
+            requests = zip(range(len(inputs)), encoded, params, treatment, strict=True)
             for index, result in self._run(requests, window=None, bar=bar):
                 if isinstance(result, JaxOverlapError):
                     raise result
@@ -139,30 +147,34 @@ class LLM:
         return [output for output in outputs if output is not None]
 
     def generate_each(
-        self, inputs: Iterable[tuple[Prompt, SamplingParams] | None], *, window: int | None = None
+        self,
+        inputs: Iterable[tuple[Prompt, SamplingParams] | tuple[Prompt, SamplingParams, RequestOptions] | None],
+        *,
+        window: int | None = None,
     ) -> Iterator[tuple[int, RequestOutput | JaxOverlapError]]:
         """Decodes any number of prompts with bounded memory: inputs are drawn as room appears, and outputs come as
         they finish, with the input's index. An input that can't be served yields its error and disturbs nothing.
 
         Args:
-          inputs: pairs of prompt and parameters, drawn lazily. A None, which has no index, means "nothing now": what
+          inputs: prompt and parameters, and options if need be; drawn lazily. A None, which has no index, means "nothing now": what
             is in the engine goes on, and after its next step the inputs are asked again.
           window: inputs in the engine at once; None is four times `max_running`.
         """
         prompts: dict[int, Prompt] = {}
 
-        def encoded() -> Iterator[tuple[int, Any, SamplingParams] | None]:
+        def encoded() -> Iterator[tuple[int, Any, SamplingParams, RequestOptions] | None]:
             indices = itertools.count()
             for given in inputs:
                 if given is None:
                     yield None
                     continue
-                index, (prompt, params) = next(indices), given
+                index, (prompt, params, *rest) = next(indices), given
+                options = rest[0] if rest else RequestOptions()
                 prompts[index] = prompt
                 try:
-                    yield index, self._encode(prompt), params
+                    yield index, self._encode(prompt), params, options
                 except JaxOverlapError as error:
-                    yield index, error, params
+                    yield index, error, params, options
 
         window = window or 4 * self.resolved.scheduler.max_running
         with display.generation_bar(None, shown=display.is_wanted(self._progress)) as bar:
@@ -170,14 +182,28 @@ class LLM:
                 prompt = prompts.pop(index)
                 yield index, result if isinstance(result, JaxOverlapError) else self._output(result, prompt)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[StreamDelta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, options: RequestOptions | None = None
+    ) -> Iterator[StreamDelta]:
         """Decodes one prompt and yields pieces as they come. Several streams may be drawn from in turn.
 
         Leaving the iterator early aborts the request. Raises as `generate`, when called.
         """
         params = sampling_params or SamplingParams()
         ids = self._checked(prompt, params, "prompt")
-        return self._stream(prompt, ids, params)
+        return self._stream(prompt, ids, params, options or RequestOptions())
+
+    def flush_cache(self) -> int:
+        """Forgets all cached prefixes that no running request reads; returns the number of pages."""
+        with self._lock:
+            self._check_open()
+            return self.engine.loop.scheduler.flush_cache()
+
+    def memory_snapshot(self) -> MemorySnapshot:
+        """Who has which KV page now; `to_dict` is for JSON, `to_svg` a picture."""
+        with self._lock:
+            self._check_open()
+            return self.engine.loop.scheduler.memory_snapshot()
 
     def close(self) -> None:
         """Aborts what runs and lets go of the device's memory. Calling it twice is fine."""
@@ -211,9 +237,11 @@ class LLM:
             field = where + error.field.removeprefix("prompt") if error.field.startswith("prompt") else error.field
             raise InvalidRequestError(field, error.value, error.allowed) from None
 
-    def _stream(self, prompt: Prompt, ids: np.ndarray, params: SamplingParams) -> Iterator[StreamDelta]:
+    def _stream(
+        self, prompt: Prompt, ids: np.ndarray, params: SamplingParams, options: RequestOptions
+    ) -> Iterator[StreamDelta]:
         mine: deque[Request] = deque()
-        request = self._add(ids, params, mine)
+        request = self._add(ids, params, options, mine)
         detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
         seen = 0
         try:
@@ -233,7 +261,7 @@ class LLM:
 
     def _run(
         self,
-        inputs: Iterator[tuple[int, Any, SamplingParams] | None],
+        inputs: Iterator[tuple[int, Any, SamplingParams, RequestOptions] | None],
         *,
         window: int | None,
         bar: display.GenerationBar,
@@ -244,7 +272,7 @@ class LLM:
         exhausted = False
         try:
             while True:
-                while not exhausted and (window is None or len(indices) < window):
+                while not (exhausted or self.engine.queue_is_full or (window is not None and len(indices) >= window)):
                     try:
                         item = next(inputs)
                     except StopIteration:
@@ -252,11 +280,11 @@ class LLM:
                         break
                     if item is None:
                         break
-                    index, ids, params = item
+                    index, ids, params, options = item
                     try:
                         if isinstance(ids, JaxOverlapError):
                             raise ids
-                        request = self._add(ids, params, done)
+                        request = self._add(ids, params, options, done)
                     except EngineError:
                         raise
                     except JaxOverlapError as error:
@@ -266,7 +294,8 @@ class LLM:
                 if not indices:
                     if exhausted:
                         return
-                    continue
+                    if not self.engine.queue_is_full:
+                        continue
                 new_tokens = self._step()
                 bar.update(finished=len(done), new_tokens=new_tokens)
                 while done:
@@ -276,10 +305,10 @@ class LLM:
         finally:
             self._leave([request for _, request in indices.values()])
 
-    def _add(self, ids: Any, params: SamplingParams, waiter: deque[Request]) -> Request:
+    def _add(self, ids: Any, params: SamplingParams, options: RequestOptions, waiter: deque[Request]) -> Request:
         with self._lock:
             self._check_open()
-            request = self.engine.add(ids, params)
+            request = self.engine.add(ids, params, options)
             self._waiters[request.request_id] = waiter
             return request
 
@@ -324,6 +353,8 @@ class LLM:
             matched_token_id=request.matched_token_id,
             seed=request.seed,
             error=request.error,
+            cached_tokens=request.cached_tokens,
+            preemptions=request.num_preemptions,
             queue_seconds=_since(start, request.admit_time),
             first_token_seconds=_since(start, request.first_token_time),
             total_seconds=_since(start, request.finish_time),
@@ -345,20 +376,17 @@ def _is_list_of_prompts(prompts: Any) -> bool:
     return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
 
 
-def _params_for(
-    prompts: Sequence[Any], given: SamplingParams | Sequence[SamplingParams] | None
-) -> Sequence[SamplingParams]:
-    if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * len(prompts)
+def _one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: Callable[[], Any]) -> Sequence[Any]:
+    assert isinstance(kind, type)
+    if given is None or isinstance(given, kind):
+        return [kind() if given is None else given] * len(prompts)
     if not isinstance(given, list | tuple):
-        raise InvalidRequestError("sampling_params", given, "use a SamplingParams, or a list of them")
+        raise InvalidRequestError(name, given, f"use a {kind.__name__}, or a list of them")
     for index, one in enumerate(given):
-        if not isinstance(one, SamplingParams):
-            raise InvalidRequestError(f"sampling_params[{index}]", one, "use a SamplingParams")
+        if not isinstance(one, kind):
+            raise InvalidRequestError(f"{name}[{index}]", one, f"use a {kind.__name__}")
     if len(given) != len(prompts):
         raise InvalidRequestError(
-            "sampling_params",
-            f"{len(given)} of them",
-            f"use one for all, or one for each of the {len(prompts)} prompts",
+            name, f"{len(given)} of them", f"use one for all, or one for each of the {len(prompts)} prompts"
         )
     return given

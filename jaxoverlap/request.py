@@ -131,12 +131,39 @@ class SamplingParams:
         return cls(**(defaults | {name: value for name, value in values.items() if value is not None}))
 
 
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How the engine is to treat a request; nothing of it changes the tokens.
+
+    Attributes:
+      priority: the lowest value is served first, and preempted last; among equals, who came first. As in vLLM.
+      timeout: seconds from the request's arrival after which it is ended with `DeadlineError`, be it waiting or
+        running. None is never.
+      cache_salt: a non-empty text. Cached prefixes are shared only among requests of the same salt (or of none),
+        so that nobody can tell from the time to the first token what another tenant has asked.
+
+    Raises:
+      InvalidRequestError: a value of the wrong type or out of range.
+    """
+
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_int("priority", self.priority, -(2**31), 2**31 - 1, "an integer from -2**31 to 2**31 - 1")
+        if self.timeout is not None:
+            _check_real("timeout", self.timeout, 0.0, math.inf, "seconds above 0, or leave it out", low_open=True)
+        if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
+            raise InvalidRequestError("cache_salt", self.cache_salt, "use a text that is not empty, or leave it out")
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """What the engine can take, checked before a request gets in.
 
-    A request that passes `resolve_max_tokens` needs at most ``num_pages`` pages, so alone it always finishes;
-    admission reserves what it may need, so together they do too.
+    A request that passes `resolve_max_tokens` needs at most ``num_pages`` pages, so alone it always finishes; the
+    scheduler sees to it that together they do too.
 
     Attributes:
       vocab_size: rows of the embedding table; ids are below it.
@@ -216,9 +243,16 @@ class Request:
       max_tokens: the resolved output limit, ≥ 1.
       stop_ids: ids that end it on the device, EOS ids included unless ignored.
       seed: the resolved seed; sample_index tells samples of one prompt apart.
+      priority: the lowest value is served first; among equals, who came first.
+      timeout: seconds from its arrival after which it is ended; None is never.
+      cache_salt: requests share cached prefixes only with those of the same salt.
       output_ids: committed outputs.
       row: its line in the row table while it runs, else None.
+      extend_ids: int32, the tokens known when it got its row, whose KV is to be there before it decodes.
+      cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
+      num_preemptions: how often it had to give its row back.
       arrival_time … finish_time: seconds on the scheduler's clock; None until they happen.
+      waiting_since, running_since: of the current or last stay in the queue, or in a row.
     """
 
     request_id: int
@@ -228,9 +262,15 @@ class Request:
     stop_ids: tuple[int, ...]
     seed: int
     sample_index: int = 0
+    priority: int = 0
+    timeout: float | None = None
+    cache_salt: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
     row: int | None = None
+    extend_ids: np.ndarray | None = None
+    cached_tokens: int = 0
+    num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     matched_token_id: int | None = None
     error: JaxOverlapError | None = None
@@ -238,6 +278,19 @@ class Request:
     admit_time: float | None = None
     first_token_time: float | None = None
     finish_time: float | None = None
+    waiting_since: float = 0.0
+    running_since: float | None = None
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds on the scheduler's clock."""
+        return None if self.timeout is None or self.arrival_time is None else self.arrival_time + self.timeout
+
+    def known_ids(self) -> np.ndarray:
+        """Prompt and committed outputs, int32 [committed_len]; not to be written to."""
+        if not self.output_ids:
+            return self.prompt_ids
+        return np.concatenate([self.prompt_ids, np.array(self.output_ids, dtype=np.int32)])
 
     @property
     def prompt_len(self) -> int:

@@ -41,21 +41,30 @@ def _next_token(checksum: int, position: int, salt: int) -> int:
 
 
 def oracle(
-    prompt: Sequence[int], max_tokens: int, stop_ids: Sequence[int], user_stop_ids: Sequence[int] = (), salt: int = 0
+    prompt: Sequence[int],
+    max_tokens: int,
+    stop_ids: Sequence[int],
+    user_stop_ids: Sequence[int] = (),
+    salt: int = 0,
+    window: int | None = None,
 ) -> tuple[list[int], FinishReason]:
     """The outputs and finish reason of a request that is alone, serial, and has no pages."""
-    checksum = sum(_kv(t, p) * int(_WEIGHTS[p]) for p, t in enumerate(prompt)) & _MASK
+    terms = [_kv(t, p) * int(_WEIGHTS[p]) for p, t in enumerate(prompt)]
+    checksum = sum(terms[-(window or 0) :])
     position = len(prompt)
     outputs: list[int] = []
     while True:
-        token = _next_token(checksum, position, salt)
+        token = _next_token(checksum & _MASK, position, salt)
         outputs.append(token)
         if token in stop_ids:
             return outputs, FinishReason.STOP_TOKEN if token in user_stop_ids else FinishReason.EOS
         if len(outputs) == max_tokens:
             return outputs, FinishReason.LENGTH
-        checksum = (checksum + _kv(token, position) * int(_WEIGHTS[position])) & _MASK
+        terms.append(_kv(token, position) * int(_WEIGHTS[position]))
+        checksum += terms[-1]
         position += 1
+        if window is not None and position > window:
+            checksum -= terms[position - window - 1]
 
 
 class _ToyStep:
@@ -73,10 +82,12 @@ class ToyRunner:
     """
 
     def __init__(
-        self, limits: RequestLimits, max_running: int, *, step_seconds: float = 0.0, salted: bool = False
+        self, limits: RequestLimits, max_running: int, *, step_seconds: float = 0.0, salted: bool = False,
+        window: int | None = None,
     ) -> None:
-        self.limits, self.step_seconds, self.salted = limits, step_seconds, salted
+        self.limits, self.step_seconds, self.salted, self.window = limits, step_seconds, salted, window
         size = limits.page_size
+        self._offsets = np.arange(size)
         self.kv = np.full(limits.num_pages * size, POISON, dtype=np.uint64)
         columns = -(-limits.max_model_len // size)
         self.page_table = np.full((max_running, columns), limits.num_pages, dtype=np.int64)
@@ -103,6 +114,12 @@ class ToyRunner:
             self._device_free_at = max(self._device_free_at, time.perf_counter()) + self.step_seconds
             step.ready_at = self._device_free_at
         return step
+
+    def catch_up(self) -> None:
+        """Runs everything launched: a device that is faster than its reader."""
+        while self.launched:
+            oldest = self.launched.popleft()
+            oldest.result = self._run(oldest.plan)
 
     def finish(self, step: _ToyStep) -> np.ndarray:
         while step.result is None:
@@ -154,12 +171,11 @@ class ToyRunner:
 
     def _sample(self, row: int) -> tuple[int, int]:
         length, size = int(self.seq_len[row]), self.limits.page_size
-        if size == 1:
-            slots = self.page_table[row, :length]
-        else:
-            pages = self.page_table[row, : -(-length // size)]
-            slots = (pages[:, None] * size + np.arange(size)).reshape(-1)[:length]
-        checksum = int((self.kv[slots] * _WEIGHTS[:length]).sum(dtype=np.uint64))
+        first = 0 if self.window is None else max(0, length - self.window)
+        pages = self.page_table[row, first // size : -(-length // size)]
+        slots = pages if size == 1 else (pages[:, None] * size + self._offsets).reshape(-1)
+        slots = slots[first % size : first % size + length - first]
+        checksum = int((self.kv[slots] * _WEIGHTS[first:length]).sum(dtype=np.uint64))
         token = _next_token(checksum, length, int(self.salt[row]))
         self.last_token[row] = token
         self.num_outputs[row] += 1

@@ -1,4 +1,4 @@
-"""An engine on the toy device, with everything checked that can be: used by scripted, random and hypothesis tests."""
+"""An engine on the toy device, with everything checked that can be: used by scripted tests and the simulator."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxoverlap.engine.engine import Engine
-from jaxoverlap.request import FinishReason, Request, RequestLimits, RequestStatus, SamplingParams
+from jaxoverlap.errors import DeadlineError
+from jaxoverlap.request import FinishReason, Request, RequestLimits, RequestOptions, RequestStatus, SamplingParams
 from jaxoverlap.scheduler.plan import StepOutput
-from jaxoverlap.scheduler.scheduler import SchedulerConfig
+from jaxoverlap.scheduler.config import SchedulerConfig
 from tests.fakes import VOCAB_SIZE, ToyRunner, oracle
 
 EOS_IDS = (5, 17)
@@ -28,6 +29,10 @@ class Harness:
     lookahead: int = 1
     row_order_seed: int | None = None
     step_seconds: float = 0.0
+    settings: dict = field(default_factory=dict)
+    """Further fields of `SchedulerConfig`."""
+    now: float = 0.0
+    """The scheduler's clock."""
     check_every_turn: bool = True
     turns: int = 0
     requests: list[Request] = field(default_factory=list)
@@ -41,23 +46,24 @@ class Harness:
             max_running=self.max_running,
             max_batched_tokens=self.max_batched_tokens,
             max_prefill_rows=self.max_prefill_rows,
+            **self.settings,
         )
-        self.runner = ToyRunner(limits, self.max_running, step_seconds=self.step_seconds, salted=True)
-        self.engine = Engine(config, self.runner, lookahead=self.lookahead, eos_token_ids=EOS_IDS)
+        self.runner = ToyRunner(limits, self.max_running, step_seconds=self.step_seconds, salted=True, window=config.window)
+        self.engine = Engine(config, self.runner, lookahead=self.lookahead, eos_token_ids=EOS_IDS, clock=lambda: self.now)
         self.scheduler = self.engine.loop.scheduler
         if self.row_order_seed is not None:
-            np.random.default_rng(self.row_order_seed).shuffle(self.scheduler.rows.free_rows)
-        free = self.scheduler.pool.free
+            np.random.default_rng(self.row_order_seed).shuffle(self.scheduler.state.rows.free_rows)
+        free = self.scheduler.state.memory.pool.free
 
         def free_and_poison(pages: np.ndarray) -> None:
             free(pages)
             self.runner.poison(pages)
 
-        self.scheduler.pool.free = free_and_poison
+        self.scheduler.state.memory.pool.free = free_and_poison
 
-    def submit(self, prompt: list[int], **sampling) -> Request:
+    def submit(self, prompt: list[int], *, options: RequestOptions = RequestOptions(), **sampling) -> Request:
         params = SamplingParams(**({"temperature": 0.0, "seed": 1} | sampling))
-        request = self.engine.add(prompt, params)
+        request = self.engine.add(prompt, params, options)
         self.requests.append(request)
         self.delivered[request.request_id] = []
         self.terminal[request.request_id] = 0
@@ -77,16 +83,17 @@ class Harness:
             self.scheduler.check_integrity()
         return output
 
-    def run(self, max_turns: int = 100_000) -> None:
+    def run(self, max_turns: int = 20_000) -> None:
         """To the end, and checks that everything is back."""
         for _ in range(max_turns):
             if not self.engine.has_work:
                 break
+            self.now += 0.001
             self.turn()
         assert not self.engine.has_work, f"not finished after {max_turns} turns"
         self.scheduler.check_integrity()
-        pool, rows = self.scheduler.pool, self.scheduler.rows
-        assert pool.num_free == pool.num_pages
+        memory, rows = self.scheduler.state.memory, self.scheduler.state.rows
+        assert memory.num_available == memory.pool.num_pages and memory.cache.num_locked == 0
         assert rows.num_running == 0
         assert not self.runner.launched, "a launched step was never read"
         assert all(count == 1 for count in self.terminal.values()), self.terminal
@@ -101,41 +108,9 @@ class Harness:
             request.stop_ids,
             tuple(sampling.stop_token_ids),
             salt=request.seed % 1009,
+            window=self.settings.get("window"),
         )
-        if request.finish_reason == FinishReason.ABORTED:
+        if request.finish_reason == FinishReason.ABORTED or isinstance(request.error, DeadlineError):
             assert request.output_ids == expected[: len(request.output_ids)]
         else:
             assert (request.output_ids, request.finish_reason) == (expected, reason), request
-
-
-def random_prompt(rng: np.random.Generator, longest: int) -> list[int]:
-    return rng.integers(0, VOCAB_SIZE, int(rng.integers(1, longest + 1))).tolist()
-
-
-def random_harness(rng: np.random.Generator) -> Harness:
-    """A pool from one request's worth to ample, and everything else over its range."""
-    page_size = int(rng.choice([1, 2, 4, 16, 64]))
-    max_model_len = int(rng.integers(2, 120))
-    one_request = -(-(max_model_len - 1) // page_size)
-    return Harness(
-        page_size=page_size,
-        num_pages=int(one_request * rng.choice([1, 1.5, 2, 4, 20])) + int(rng.integers(0, 3)),
-        max_model_len=max_model_len,
-        max_running=int(rng.choice([1, 2, 3, 8, 16])),
-        max_batched_tokens=int(rng.choice([1, 2, 7, 16, 64, 200])),
-        max_prefill_rows=int(rng.choice([1, 2, 16])),
-        lookahead=int(rng.choice([0, 1, 1, 2, 4])),
-        row_order_seed=int(rng.integers(1 << 30)),
-    )
-
-
-def random_submit(harness: Harness, rng: np.random.Generator) -> Request:
-    limit = harness.max_model_len - 1
-    stops = rng.integers(0, VOCAB_SIZE, int(rng.integers(0, 4))).tolist()
-    return harness.submit(
-        random_prompt(rng, int(rng.choice([min(4, limit), limit]))),
-        max_tokens=None if rng.random() < 0.2 else int(rng.integers(1, harness.max_model_len + 10)),
-        stop_token_ids=stops,
-        ignore_eos=bool(rng.random() < 0.5),
-        seed=int(rng.integers(1 << 62)),
-    )

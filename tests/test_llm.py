@@ -43,7 +43,7 @@ def llm(monkeypatch):
         if not llm._closed and not llm.engine.has_failed:
             assert not llm.engine.has_work
             assert not llm._waiters
-            pool = llm.engine.loop.scheduler.pool
+            pool = llm.engine.loop.scheduler.state.memory.pool
             assert pool.num_free == pool.num_pages
 
 

@@ -16,7 +16,7 @@ from jaxoverlap.model.decoder import random_weights
 from jaxoverlap.model.rope import RopeConfig
 from jaxoverlap.request import Request, RequestLimits, SamplingParams
 from jaxoverlap.runtime.runner import DeviceRunner
-from jaxoverlap.scheduler.scheduler import SchedulerConfig
+from jaxoverlap.scheduler.config import SchedulerConfig
 from tests.model.dense import dense_logits
 
 VOCAB_SIZE = 128
@@ -78,7 +78,7 @@ def drain(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
         engine.loop.scheduler.check_integrity()
-    assert engine.loop.scheduler.pool.num_free == engine.limits.num_pages
+    assert engine.loop.scheduler.state.memory.pool.num_free == engine.limits.num_pages
 
 
 def random_requests(engine: Engine, seed: int, count: int, **fixed: Any) -> list[Request]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxoverlap.engine.loop import OverlapLoop
 from jaxoverlap.errors import EngineError
-from jaxoverlap.request import Request, SamplingParams
+from jaxoverlap.request import Request, RequestOptions, SamplingParams
 from jaxoverlap.runtime.result_queue import Runner
 from jaxoverlap.scheduler.plan import StepOutput
-from jaxoverlap.scheduler.scheduler import Scheduler, SchedulerConfig
+from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.scheduler import Scheduler
 
 
 class Engine:
@@ -25,17 +27,28 @@ class Engine:
     """
 
     def __init__(
-        self, config: SchedulerConfig, runner: Runner, *, lookahead: int, eos_token_ids: Sequence[int] = ()
+        self,
+        config: SchedulerConfig,
+        runner: Runner,
+        *,
+        lookahead: int,
+        eos_token_ids: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = config.limits
         self.eos_token_ids = tuple(eos_token_ids)
-        self.loop = OverlapLoop(Scheduler(config), runner, lookahead)
+        self.loop = OverlapLoop(Scheduler(config, clock), runner, lookahead)
         self._request_ids = itertools.count()
         self._failure: EngineError | None = None
 
     @property
     def has_work(self) -> bool:
         return self.loop.has_work
+
+    @property
+    def queue_is_full(self) -> bool:
+        """`add` would raise `QueueFullError` now."""
+        return self.loop.scheduler.queue_is_full
 
     @property
     def has_failed(self) -> bool:
@@ -45,11 +58,17 @@ class Engine:
         """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does."""
         return self._resolve(prompt_ids, sampling)[0]
 
-    def add(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> Request:
+    def add(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        options: RequestOptions = RequestOptions(),
+    ) -> Request:
         """Checks a request and queues it. From here on it will finish.
 
         Raises:
           InvalidRequestError: it can't be served; nothing has changed.
+          QueueFullError: as many wait as may.
           EngineError: the engine has failed before.
         """
         if self._failure is not None:
@@ -62,6 +81,9 @@ class Engine:
             max_tokens=max_tokens,
             stop_ids=stop_ids,
             seed=secrets.randbits(64) if sampling.seed is None else int(sampling.seed),
+            priority=options.priority,
+            timeout=options.timeout,
+            cache_salt=options.cache_salt,
         )
         self.loop.scheduler.add(request)
         return request

@@ -1,7 +1,11 @@
 """The shapes a step may have. Warm-up compiles all of them, and run time picks among them: the same function.
 
-    number of executables = decode buckets + prefill buckets
+    number of executables = decode buckets + prefill buckets + mixed buckets
                           ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / 16) + 2)
+                            + (log4(max_running) + 1) * (log4(max_mixed_tokens / 16) + 2)
+
+Mixed steps are there while prompts come in, so they make do with coarser buckets: powers of four, downward from
+the limits.
 
 The context is in no shape: attention follows the true lengths with loops whose bounds are data.
 """
@@ -11,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import StepPlan
 
 _SMALLEST_PREFILL = 16
@@ -33,31 +38,45 @@ class StepShape:
     def __str__(self) -> str:
         if self.prefill_tokens == 0:
             return f"decode {self.decode_rows}"
-        return f"prefill {self.prefill_tokens}"
+        prefill = f"prefill {self.prefill_tokens}"
+        return f"{prefill} + decode {self.decode_rows}" if self.decode_rows else prefill
 
 
 class Buckets:
-    """Powers of two up to a limit, and the limit itself whatever it is."""
+    """Powers of two up to a limit, and the limit itself whatever it is; powers of four where both are mixed."""
 
-    def __init__(self, max_running: int, max_batched_tokens: int, max_prefill_rows: int) -> None:
-        self.max_prefill_rows = min(max_prefill_rows, max_running)
-        self.decode_rows = _sizes(1, max_running)
-        self.prefill_tokens = _sizes(min(_SMALLEST_PREFILL, max_batched_tokens), max_batched_tokens)
+    def __init__(self, config: SchedulerConfig) -> None:
+        self._chunks = min(config.max_prefill_rows, config.max_running)
+        self._mixed_chunks = min(config.max_mixed_chunks, config.max_running)
+        smallest = min(_SMALLEST_PREFILL, config.max_batched_tokens)
+        self.decode_rows = _sizes(1, config.max_running)
+        self.prefill_tokens = _sizes(smallest, config.max_batched_tokens)
+        self.mixed_tokens: list[int] = []
+        if config.mixed_steps and config.max_running > 1:
+            most = min(config.max_mixed_tokens, config.max_batched_tokens)
+            self.mixed_tokens = _every_other(_sizes(min(smallest, most), most))
+        self.mixed_rows = _every_other(_sizes(1, config.max_running))
 
     def __iter__(self) -> Iterator[StepShape]:
         for tokens in self.prefill_tokens:
-            yield self._prefill_shape(tokens)
+            yield self._prefill_shape(tokens, 0)
         for rows in self.decode_rows:
             yield StepShape(0, 0, rows)
+        for tokens in self.mixed_tokens:
+            for rows in self.mixed_rows:
+                yield self._prefill_shape(tokens, rows)
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The smallest shape that holds a plan."""
-        if plan.chunks:
-            return self._prefill_shape(_round_up(plan.num_prefill_tokens, self.prefill_tokens))
-        return StepShape(0, 0, _round_up(len(plan.decode_rows), self.decode_rows))
+        tokens, rows = plan.num_prefill_tokens, len(plan.decode_rows)
+        if not rows:
+            return self._prefill_shape(_round_up(tokens, self.prefill_tokens), 0)
+        if not tokens:
+            return StepShape(0, 0, _round_up(rows, self.decode_rows))
+        return self._prefill_shape(_round_up(tokens, self.mixed_tokens), _round_up(rows, self.mixed_rows))
 
-    def _prefill_shape(self, tokens: int) -> StepShape:
-        return StepShape(tokens, min(tokens, self.max_prefill_rows), 0)
+    def _prefill_shape(self, tokens: int, decode_rows: int) -> StepShape:
+        return StepShape(tokens, min(tokens, self._mixed_chunks if decode_rows else self._chunks), decode_rows)
 
 
 def _sizes(smallest: int, largest: int) -> list[int]:
@@ -67,6 +86,11 @@ def _sizes(smallest: int, largest: int) -> list[int]:
         sizes.append(size)
         size *= 2
     return [*sizes, largest]
+
+
+def _every_other(sizes: list[int]) -> list[int]:
+    """With the largest; and the smallest only if it falls so."""
+    return sizes[::-2][::-1]
 
 
 def _round_up(value: int, sizes: list[int]) -> int:

@@ -23,7 +23,7 @@ from jaxoverlap.runtime.packing import pack, packed_size
 from jaxoverlap.runtime.row_state import KVPages, RowState
 from jaxoverlap.runtime.step import DeviceStep
 from jaxoverlap.scheduler.plan import StepPlan
-from jaxoverlap.scheduler.scheduler import SchedulerConfig
+from jaxoverlap.scheduler.config import SchedulerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +66,12 @@ class DeviceRunner:
     ) -> None:
         limits = scheduler_config.limits
         self.device = device or jax.devices()[0]
-        self.buckets = Buckets(
-            scheduler_config.max_running, scheduler_config.max_batched_tokens, scheduler_config.max_prefill_rows
-        )
+        self.buckets = Buckets(scheduler_config)
         self.step = DeviceStep(
             config=config,
             dtype=dtype,
             num_rows=scheduler_config.max_running,
-            pages_per_row=-(-limits.max_model_len // limits.page_size),
+            pages_per_row=scheduler_config.pages_per_row,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
             attention=attention,

@@ -1,28 +1,121 @@
-"""Which kind of step comes next, as pure functions over numbers."""
+"""What comes next and who gives way, as pure functions over numbers. All times in seconds.
+
+The bounds they keep, for a step that takes at most ``t``:
+
+    gap between two tokens of a decoding row     ≤ max_decode_wait + 2 t       (steps not mixed)
+                                                 ≤ t, of a step with mixed_budget prompt tokens   (mixed)
+    wait of the first in the queue               ≤ max_prompt_wait + turn + (lookahead + 1) t,
+                                                   turn: until some younger row has had its turn
+    tokens that a request gets from an admission ≥ min(headroom · 2^preemptions, what it lacks)
+
+The last is what keeps preemption from thrashing: a request is preempted at most
+``log2(max_tokens / headroom) + 2`` times for want of memory, so it runs its prompt and outputs at most so often.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyView:
-    """What the policy may look at.
+class StepView:
+    """What decides the kind of the next step.
 
     Attributes:
-      can_prefill: some prompt can go on, or can be admitted, now.
+      can_prefill: some prompt can go on, or may be admitted, now.
       can_decode: some row can decode now.
-      prefill_streak: prefill steps planned since the last decode step.
+      prefill_streak: prefill steps planned since the last step with decoding rows.
+      decode_waited: time since the last step with decoding rows.
     """
 
     can_prefill: bool
     can_decode: bool
     prefill_streak: int
+    decode_waited: float
 
 
-def prefill_is_next(view: PolicyView, max_prefill_streak: int) -> bool:
-    """Prompts first, because a fuller batch makes every later decode step worth more; but never more than
-    `max_prefill_streak` prefill steps between two decode steps of a row that is decoding."""
-    if not view.can_prefill:
-        return False
-    return not view.can_decode or view.prefill_streak < max_prefill_streak
+@dataclass(frozen=True, slots=True)
+class StepKind:
+    prefill: bool
+    decode: bool
+
+
+def choose_step(
+    view: StepView, *, mixed_steps: bool, max_prefill_streak: int | None, max_decode_wait: float
+) -> StepKind:
+    """Mixed: everything that can go, goes. Else prompts first, because a fuller batch makes every later decode
+    step worth more, until the decoding rows have waited long enough by either measure."""
+    if mixed_steps or not (view.can_prefill and view.can_decode):
+        return StepKind(view.can_prefill, view.can_decode)
+    patient = max_prefill_streak is None or view.prefill_streak < max_prefill_streak
+    prefill = patient and view.decode_waited < max_decode_wait
+    return StepKind(prefill, not prefill)
+
+
+def chunk_len(remaining: int, start: int, budget: float, context_per_token: float | None) -> int:
+    """Prompt tokens from position `start` that fit a budget, at least 1.
+
+    A token at position p costs ``1 + p / context_per_token``, since its attention reads what is before it; None
+    counts every token as 1.
+    """
+    if context_per_token is None:
+        return max(1, min(remaining, int(budget)))
+    return max(1, min(remaining, int(budget / (1.0 + start / context_per_token))))
+
+
+def promised_tokens(known_len: int, max_len: int, headroom: int, num_preemptions: int) -> int:
+    """KV positions kept for a request when it is admitted: its known tokens and room to go on, doubled by every
+    preemption. The last token's KV is never written, so `max_len` is all tokens less one."""
+    return min(known_len + (headroom << min(num_preemptions, 24)), max_len)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningView:
+    """A running row, as a possible victim.
+
+    Attributes:
+      row: its number.
+      priority, request_id: a lower priority value is served first; ids grow with arrival.
+      pages: that would be available without it.
+      had_its_turn: it has used what was promised at its admission.
+    """
+
+    row: int
+    priority: int
+    request_id: int
+    pages: int
+    had_its_turn: bool
+
+
+def choose_victims(
+    running: Sequence[RunningView], pages: int, *, rows: int = 0, at_least_priority: int | None = None
+) -> list[int]:
+    """Rows to preempt so that `pages` pages and `rows` rows come free: the youngest of the lowest priority first,
+    no more than needed, the oldest of the highest priority never. Fewer when there are not so many.
+
+    Args:
+      at_least_priority: spares requests that are served before this priority.
+    """
+    if not running:
+        return []
+    spared = min(running, key=lambda view: (view.priority, view.request_id)).row
+    victims: list[int] = []
+    for view in sorted(running, key=lambda view: (-view.priority, -view.request_id)):
+        if pages <= 0 and rows <= 0:
+            break
+        too_good = at_least_priority is not None and view.priority < at_least_priority
+        if view.row != spared and view.had_its_turn and not too_good:
+            victims.append(view.row)
+            pages -= view.pages
+            rows -= 1
+    return victims
+
+
+def order_by_prefix(cached_lens: Iterable[int], head_waited: float, max_head_wait: float) -> list[int]:
+    """Which of the first requests of the queue to admit first, as indices: the longest cached prefix, and among
+    equals the first. Once the head has waited `max_head_wait`, the queue's own order."""
+    lens = list(cached_lens)
+    if head_waited >= max_head_wait:
+        return list(range(len(lens)))
+    return sorted(range(len(lens)), key=lambda index: -lens[index])

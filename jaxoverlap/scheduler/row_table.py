@@ -4,11 +4,11 @@
     request    A        (free)   B          A row has one owner at a time; `generation` counts owners, so a
     generation 4        2        9          result that was launched for an earlier owner is recognised.
 
-Lengths of a row, in KV positions (planned ones are ahead of what the host has committed):
+Lengths of a row, in KV positions:
 
-    |<---- planned_len: written, or launched to be written ---->|
-    |<---- num_pages * page_size: positions that have a page --------->|
-    |<---- promised_pages * page_size: what it may grow to, reserved at admission ------------->|
+    |<---- written_len: committed steps wrote them ---->|
+    |<---- planned_len: written, or launched to be written ----------->|
+    |<---- promised_len: pages for so many are kept from its admission on ------------>|
 """
 
 from __future__ import annotations
@@ -21,46 +21,42 @@ from jaxoverlap.request import Request
 class RowTable:
     """Host side of the rows; the device's side is `jaxoverlap.runtime.row_state`."""
 
-    def __init__(self, num_rows: int, pages_per_row: int, no_page: int) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.no_page = no_page
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self.requests = np.full(num_rows, None, dtype=object)
         self.request_ids = np.full(num_rows, -1, dtype=np.int64)
         self.generation = np.zeros(num_rows, dtype=np.int64)
-        self.page_table = np.full((num_rows, pages_per_row), no_page, dtype=np.int32)
-        self.num_pages = np.zeros(num_rows, dtype=np.int32)
-        self.promised_pages = np.zeros(num_rows, dtype=np.int32)
+        self.written_len = np.zeros(num_rows, dtype=np.int32)
         self.planned_len = np.zeros(num_rows, dtype=np.int32)
+        self.promised_len = np.zeros(num_rows, dtype=np.int32)
         self.planned_outputs = np.zeros(num_rows, dtype=np.int32)
         self.max_outputs = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=bool)
-        """May be planned for another token: prompt launched, not known to be finished, outputs left."""
+        """May be planned for another token: prompt launched, not leaving, outputs left."""
+        self.leaving = np.zeros(num_rows, dtype=bool)
+        """Finished or preempted: it is not planned any more and waits for the steps in flight that name it."""
         self.finished = np.zeros(num_rows, dtype=bool)
-        """Its request is finished; the row waits for the steps in flight that name it."""
+        """Leaving, because its request is finished: tokens that still come are nobody's."""
         self.in_flight = np.zeros(num_rows, dtype=np.int32)
         """Launched and uncommitted steps that name the row."""
+        self.last_progress = np.zeros(num_rows)
+        """Seconds on the scheduler's clock: admission, or the last committed token or chunk."""
 
     @property
     def num_running(self) -> int:
         return self.num_rows - len(self.free_rows)
 
-    def take(self, request: Request, promised_pages: int) -> int:
-        row = self.free_rows.pop()
+    def take(self, row: int, request: Request, cached_len: int, promised_len: int, now: float) -> None:
+        assert self.free_rows[-1] == row, "rows are taken from the end of the free list"
+        self.free_rows.pop()
         self.requests[row] = request
         self.request_ids[row] = request.request_id
-        self.promised_pages[row] = promised_pages
+        self.written_len[row] = self.planned_len[row] = cached_len
+        self.promised_len[row] = promised_len
         self.max_outputs[row] = request.max_tokens
         self.planned_outputs[row] = len(request.output_ids)
-        return row
-
-    def add_pages(self, row: int, pages: np.ndarray) -> None:
-        count = self.num_pages[row]
-        self.page_table[row, count : count + len(pages)] = pages
-        self.num_pages[row] = count + len(pages)
-
-    def pages_of(self, row: int) -> np.ndarray:
-        return self.page_table[row, : self.num_pages[row]].copy()
+        self.last_progress[row] = now
 
     def give_back(self, row: int) -> None:
         """Ends an ownership: the line is blank and the generation is the next one's."""
@@ -68,8 +64,17 @@ class RowTable:
         self.generation[row] += 1
         self.requests[row] = None
         self.request_ids[row] = -1
-        self.page_table[row, : self.num_pages[row]] = self.no_page
-        for array in (self.num_pages, self.promised_pages, self.planned_len, self.planned_outputs, self.max_outputs):
+        for array in (self.written_len, self.planned_len, self.promised_len, self.planned_outputs, self.max_outputs):
             array[row] = 0
-        self.decoding[row] = self.finished[row] = False
+        self.decoding[row] = self.leaving[row] = self.finished[row] = False
         self.free_rows.append(row)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the columns contradict each other."""
+        taken = np.array([request is not None for request in self.requests])
+        assert sorted(self.free_rows) == np.flatnonzero(~taken).tolist(), "row pool and rows disagree"
+        assert not (self.decoding & (self.leaving | ~taken)).any(), "a leaving or free row would decode"
+        assert not (self.finished & ~self.leaving).any(), "a finished row that is not leaving"
+        assert (self.in_flight >= 0).all() and not self.in_flight[~taken].any(), "a free row is in flight"
+        assert (self.planned_outputs <= self.max_outputs).all(), "more tokens planned than allowed"
+        assert (self.written_len <= self.planned_len).all(), "more is written than was planned"

@@ -3,13 +3,16 @@
 Rules of its state machine:
 
 * `add` puts a request into the queue. It must have passed `RequestLimits`: then it will finish.
-* `plan` admits from the queue (first come, first served) and freezes the next step. A request is admitted when
-  a row is free and the pages it may need at the most are neither owned nor promised to others; so a running
-  row never lacks a page, and an accepted request always finishes.
+* `plan` admits from the queue, preempts where memory or patience ends, and freezes the next step (`Planner`).
 * `commit` takes the result of the oldest uncommitted plan. A token counts only if its row still belongs to the
-  owner it was launched for and that owner is not finished.
-* A request finishes in `_finish` and nowhere else: by a committed token, by `abort`, or by `fail`.
-* `retire` returns rows and pages, the only place that frees. It takes finished rows that no uncommitted plan names.
+  owner it was launched for and that owner is not finished; of a preempted row it counts.
+* A request finishes in `_finish` and nowhere else: by a committed token, `abort`, `fail`, its deadline or the scan
+  for stuck ones.
+* `retire` takes back the rows that are leaving and that no uncommitted plan names, and nothing else frees. The
+  request of a preempted row returns to the queue here, when all its tokens are known.
+
+Why an accepted request always finishes: alone it fits into the pool; the oldest of the highest priority is never
+preempted; and everybody else can be made to leave once it has used what it was promised.
 
 An illegal call raises and changes nothing.
 """
@@ -18,84 +21,87 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
-from jaxoverlap.cache.page_pool import PagePool
-from jaxoverlap.errors import EngineError, JaxOverlapError
-from jaxoverlap.request import FinishReason, Request, RequestLimits, RequestStatus
-from jaxoverlap.scheduler.plan import PrefillChunk, RowStatus, StepOutput, StepPlan
-from jaxoverlap.scheduler.policy import PolicyView, prefill_is_next
-from jaxoverlap.scheduler.row_table import RowTable
+from jaxoverlap.errors import DeadlineError, EngineError, JaxOverlapError, QueueFullError
+from jaxoverlap.request import FinishReason, Request, RequestStatus
+from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.plan import RowStatus, StepOutput, StepPlan
+from jaxoverlap.scheduler.planner import Planner
+from jaxoverlap.scheduler.snapshot import MemorySnapshot
+from jaxoverlap.scheduler.state import Counters, SchedulerState
 
-_NO_ROWS = np.empty(0, dtype=np.int32)
 _FINISHING = (RowStatus.STOP, RowStatus.LENGTH, RowStatus.BAD_LOGITS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerConfig:
-    """Sizes and limits.
-
-    Attributes:
-      limits: what a single request may be (context, page size, pages of the pool).
-      max_running: rows of the row table, ≥ 1.
-      max_batched_tokens: prompt tokens in a step at most, ≥ 1.
-      max_prefill_rows: prompts that share a prefill step at most, ≥ 1.
-      max_prefill_streak: prefill steps between two decode steps at most, ≥ 1.
-    """
-
-    limits: RequestLimits
-    max_running: int
-    max_batched_tokens: int
-    max_prefill_rows: int = 16
-    max_prefill_streak: int = 4
+_PAUSE = 1.0
+"""Seconds between two turns after which the caller was away, and nobody is stuck for that."""
 
 
 class Scheduler:
-    """See the module's rules. `clock` gives seconds and is read for the requests' timestamps only."""
+    """See the module's rules. `clock` gives seconds."""
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        limits = config.limits
         self.config = config
-        self.pool = PagePool(limits.num_pages)
-        self.rows = RowTable(config.max_running, -(-limits.max_model_len // limits.page_size), no_page=limits.num_pages)
+        self.state = SchedulerState(config)
+        self._planner = Planner(self.state)
         self._clock = clock
-        self._waiting: dict[int, Request] = {}
-        self._running: dict[int, Request] = {}
-        self._prefilling: dict[int, Request] = {}
         self._newly_finished: list[Request] = []
-        self._outstanding_pages = 0  # promised to running rows and not yet theirs
-        self._next_step_id = 0
         self._next_commit_id = 0
-        self._prefill_streak = 0
+        self._last_turn = self._next_scan = self._last_progress = -np.inf
 
     # ---------------------------------------------------------------- state
 
     @property
+    def counters(self) -> Counters:
+        return self.state.counters
+
+    @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.state.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.state.running)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(len(self.state.waiting) or self.state.running)
 
     @property
     def has_news(self) -> bool:
         """Requests finished without a step (aborted), not yet handed out by `commit` or `take_news`."""
         return bool(self._newly_finished)
 
+    @property
+    def queue_is_full(self) -> bool:
+        limit = self.config.max_queue
+        return limit is not None and self.state.waiting.num_fresh >= limit
+
+    def memory_snapshot(self) -> MemorySnapshot:
+        """Who has which page now."""
+        return MemorySnapshot.of(self.state)
+
+    def flush_cache(self) -> int:
+        """Empties the prefix cache, but for what running requests read. Returns the number of pages."""
+        return self.state.memory.flush()
+
     # ---------------------------------------------------------------- add, abort
 
     def add(self, request: Request) -> None:
-        if request.request_id in self._waiting or request.request_id in self._running:
+        """Queues a request.
+
+        Raises:
+          QueueFullError: as many wait as may.
+        """
+        if self.state.find(request.request_id) is not None:
             raise ValueError(f"request_id: {request.request_id} is already in use")
+        if self.queue_is_full:
+            raise QueueFullError(
+                f"max_queue: {self.config.max_queue} requests are waiting already; try again when some have started"
+            )
         request.arrival_time = self._clock()
-        self._waiting[request.request_id] = request
+        self.state.enqueue(request, request.arrival_time)
+        self.state.set_deadline(request)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request wherever it is. False when it is not here (any more)."""
@@ -106,7 +112,7 @@ class Scheduler:
         return self._end_early(request_id, FinishReason.ERROR, error)
 
     def _end_early(self, request_id: int, reason: FinishReason, error: JaxOverlapError | None) -> bool:
-        request = self._waiting.get(request_id) or self._running.get(request_id)
+        request = self.state.find(request_id)
         if request is None:
             return False
         self._finish(request, reason, error=error)
@@ -116,119 +122,41 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to launch now."""
-        can_decode = bool(self.rows.decoding.any())
-        view = PolicyView(self._can_prefill(), can_decode, self._prefill_streak)
-        if prefill_is_next(view, self.config.max_prefill_streak):
-            self._prefill_streak += 1
-            return self._freeze(self._plan_chunks(), _NO_ROWS, _NO_ROWS)
-        if can_decode:
-            self._prefill_streak = 0
-            return self._freeze((), *self._plan_decode())
-        return None
-
-    def _can_prefill(self) -> bool:
-        if self._prefilling:
-            return True
-        return bool(self._waiting) and self._is_admissible(next(iter(self._waiting.values())))
-
-    def _is_admissible(self, request: Request) -> bool:
-        unpromised = self.pool.num_free - self._outstanding_pages
-        return bool(self.rows.free_rows) and self._pages_needed(request) <= unpromised
-
-    def _pages_needed(self, request: Request) -> int:
-        return self.config.limits.pages_for(request.prompt_len, request.max_tokens)
-
-    def _admit(self, request: Request) -> None:
-        del self._waiting[request.request_id]
-        pages = self._pages_needed(request)
-        request.row = self.rows.take(request, pages)
-        request.status = RequestStatus.RUNNING
-        request.admit_time = self._clock()
-        self._outstanding_pages += pages
-        self._running[request.request_id] = self._prefilling[request.request_id] = request
-
-    def _plan_chunks(self) -> tuple[PrefillChunk, ...]:
-        """Fills the token budget: prompts under way first, then new ones; the last is cut to fit."""
-        budget = self.config.max_batched_tokens
-        chunks: list[PrefillChunk] = []
-        for request in list(self._prefilling.values()):
-            if budget == 0 or len(chunks) == self.config.max_prefill_rows:
-                return tuple(chunks)
-            chunks.append(self._plan_chunk(request, budget))
-            budget -= len(chunks[-1].token_ids)
-        while budget and self._waiting and len(chunks) < self.config.max_prefill_rows:
-            request = next(iter(self._waiting.values()))
-            if not self._is_admissible(request):
-                break
-            self._admit(request)
-            chunks.append(self._plan_chunk(request, budget))
-            budget -= len(chunks[-1].token_ids)
-        return tuple(chunks)
-
-    def _plan_chunk(self, request: Request, budget: int) -> PrefillChunk:
-        rows, row = self.rows, request.row
-        assert row is not None
-        start = int(rows.planned_len[row])
-        end = min(request.prompt_len, start + budget)
-        missing = -(-end // self.config.limits.page_size) - int(rows.num_pages[row])
-        rows.add_pages(row, self._allocate(missing))
-        rows.planned_len[row] = end
-        publishes = end == request.prompt_len
-        if publishes:
-            del self._prefilling[request.request_id]
-            rows.planned_outputs[row] += 1
-            rows.decoding[row] = rows.planned_outputs[row] < rows.max_outputs[row]
-        return PrefillChunk(
-            request=request,
-            row=row,
-            start=start,
-            token_ids=request.prompt_ids[start:end].copy(),
-            num_outputs=len(request.output_ids),
-            publishes=publishes,
-            page_table=rows.pages_of(row),
-        )
-
-    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray]:
-        """One token for every decoding row: whole arrays at once, since nearly all rows need nothing else."""
-        rows = self.rows
-        chosen = np.flatnonzero(rows.decoding).astype(np.int32)
-        page_index = rows.planned_len[chosen] // self.config.limits.page_size
-        new_pages = np.full(len(chosen), rows.no_page, dtype=np.int32)
-        starts_page = page_index == rows.num_pages[chosen]
-        if starts_page.any():
-            growing = chosen[starts_page]
-            pages = self._allocate(len(growing))
-            new_pages[starts_page] = pages
-            rows.page_table[growing, page_index[starts_page]] = pages
-            rows.num_pages[growing] += 1
-        rows.planned_len[chosen] += 1
-        rows.planned_outputs[chosen] += 1
-        rows.decoding[chosen] = rows.planned_outputs[chosen] < rows.max_outputs[chosen]
-        return chosen, new_pages
-
-    def _allocate(self, count: int) -> np.ndarray:
-        self._outstanding_pages -= count
-        return self.pool.allocate(count)
-
-    def _freeze(
-        self, chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray, decode_new_pages: np.ndarray
-    ) -> StepPlan:
-        chunk_rows = np.fromiter((chunk.row for chunk in chunks), dtype=np.int32, count=len(chunks))
-        rows = np.concatenate([chunk_rows, decode_rows])
-        self.rows.in_flight[rows] += 1
-        plan = StepPlan(
-            step_id=self._next_step_id,
-            chunks=chunks,
-            decode_rows=decode_rows,
-            decode_new_pages=decode_new_pages,
-            rows=rows,
-            generations=self.rows.generation[rows],
-            request_ids=self.rows.request_ids[rows],
-            no_page=self.rows.no_page,
-        )
-        self._next_step_id += 1
-        plan.seal()
+        now = self._clock()
+        for request in self.state.overdue(now):
+            where = "running" if request.row is not None else "waiting"
+            error = DeadlineError(f"timeout: the request was still {where} after its {request.timeout:g} s")
+            self._finish(request, FinishReason.ERROR, error=error)
+        if now >= self._next_scan or now - self._last_turn > _PAUSE:
+            self._end_stuck(now)
+        plan = self._planner.plan(now)
+        if plan is not None:
+            self._last_progress = now
+        self._last_turn = now
         return plan
+
+    def _end_stuck(self, now: float) -> None:
+        """A request that makes no progress though others or time do is a bug; it must not hang its caller."""
+        rows, patience = self.state.rows, self.config.stuck_after
+        self._next_scan = now + patience / 8
+        if now - self._last_turn > _PAUSE and not rows.in_flight.any():
+            rows.last_progress[:] = self._last_progress = now  # nobody called
+            return
+        idle = (rows.request_ids >= 0) & ~rows.leaving & (rows.in_flight == 0)
+        for row in np.flatnonzero(idle & (now - rows.last_progress > patience)).tolist():
+            self._fail_as_stuck(rows.requests[row], now - rows.last_progress[row])
+        head = self.state.waiting.head()
+        if head is not None and not self.state.running and now - self._last_progress > patience:
+            self._fail_as_stuck(head, now - self._last_progress)
+
+    def _fail_as_stuck(self, request: Request, seconds: float) -> None:
+        memory = self.state.memory
+        error = EngineError(
+            f"request {request.request_id} made no progress for {seconds:.0f} s ({request.status}, "
+            f"{len(request.output_ids)} outputs; {memory.num_available} of {memory.pool.num_pages} pages available, "
+            f"{memory.num_unpromised} not promised): this is a bug"
+        )
+        self._finish(request, FinishReason.ERROR, error=error)
 
     # ---------------------------------------------------------------- commit, finish, retire
 
@@ -243,23 +171,22 @@ class Scheduler:
         if result.shape != (len(plan.rows), 2):
             raise EngineError(f"step {plan.step_id}: result of shape {result.shape} for {len(plan.rows)} rows")
         self._next_commit_id += 1
-        rows = self.rows
+        rows = self.state.rows
         rows.in_flight[plan.rows] -= 1
         status = result[:, 1]
-        counts = (
-            (status != RowStatus.VOID)
-            & (rows.generation[plan.rows] == plan.generations)
-            & (rows.request_ids[plan.rows] == plan.request_ids)
-            & ~rows.finished[plan.rows]
-        )
+        same_owner = (rows.generation[plan.rows] == plan.generations) & (rows.request_ids[plan.rows] == plan.request_ids)
+        alive = same_owner & ~rows.finished[plan.rows]
+        good = alive & (status != RowStatus.VOID) & (status != RowStatus.BAD_LOGITS)
+        rows.last_progress[plan.rows[alive]] = now = self._clock()
         if plan.chunks:
-            self._stamp_first_tokens(plan, counts)
-        good = counts & (status != RowStatus.BAD_LOGITS)
+            self._commit_chunks(plan, alive & (status != RowStatus.BAD_LOGITS), good, now)
+        decoded = good[len(plan.chunks) :]
+        rows.written_len[plan.decode_rows[decoded]] += 1
         requests: list[Request] = rows.requests[plan.rows[good]].tolist()
         token_ids: list[int] = result[good, 0].tolist()
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output_ids.append(token_id)
-        for index in np.flatnonzero(counts & np.isin(status, _FINISHING)).tolist():
+        for index in np.flatnonzero(alive & np.isin(status, _FINISHING)).tolist():
             self._finish_as_device_says(rows.requests[plan.rows[index]], RowStatus(int(status[index])))
         return StepOutput(plan.step_id, requests, token_ids, self.take_news())
 
@@ -268,11 +195,17 @@ class Scheduler:
         news, self._newly_finished = self._newly_finished, []
         return news
 
-    def _stamp_first_tokens(self, plan: StepPlan, counts: np.ndarray) -> None:
-        now = self._clock()
-        for chunk, counted in zip(plan.chunks, counts.tolist(), strict=False):
-            if counted and chunk.request.first_token_time is None:
-                chunk.request.first_token_time = now
+    def _commit_chunks(self, plan: StepPlan, written: np.ndarray, published: np.ndarray, now: float) -> None:
+        rows = self.state.rows
+        for index, chunk in enumerate(plan.chunks):
+            request = chunk.request
+            if written[index]:
+                rows.written_len[chunk.row] = chunk.end
+                if not rows.leaving[chunk.row]:
+                    assert request.extend_ids is not None
+                    self.state.memory.cache_pages(chunk.row, request.extend_ids[: chunk.end], leaving=False)
+            if published[index] and request.first_token_time is None:
+                request.first_token_time = now
 
     def _finish_as_device_says(self, request: Request, status: RowStatus) -> None:
         if status == RowStatus.LENGTH:
@@ -296,14 +229,13 @@ class Scheduler:
     ) -> None:
         assert request.status != RequestStatus.FINISHED, f"request {request.request_id} finished twice"
         if request.row is None:
-            del self._waiting[request.request_id]
+            self.state.waiting.remove(request)
         else:
-            del self._running[request.request_id]
-            self._prefilling.pop(request.request_id, None)
-            rows, row = self.rows, request.row
-            rows.decoding[row] = False
-            rows.finished[row] = True
-            self._outstanding_pages -= int(rows.promised_pages[row] - rows.num_pages[row])
+            self.state.leave(request)
+            if error is None:  # what led to an error may itself be bad, and must not be found by others
+                self.state.cache_committed(request)
+            self.state.rows.finished[request.row] = True
+            del self.state.running[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.matched_token_id = matched
@@ -312,31 +244,24 @@ class Scheduler:
         self._newly_finished.append(request)
 
     def retire(self) -> None:
-        """Frees the rows and pages of finished requests that no step in flight names."""
-        rows = self.rows
-        for row in np.flatnonzero(rows.finished & (rows.in_flight == 0)).tolist():
-            self.pool.free(rows.pages_of(row))
-            rows.requests[row].row = None
-            rows.give_back(row)
+        """Takes back leaving rows that no step in flight names, and pages that fell out of a window."""
+        rows = self.state.rows
+        if rows.leaving.any():
+            for row in np.flatnonzero(rows.leaving & (rows.in_flight == 0)).tolist():
+                self.state.retire(row, self._clock())
+        if self.config.frees_window:
+            self._drop_out_of_window()
+
+    def _drop_out_of_window(self) -> None:
+        """The next step that is not committed reads from ``written_len - window + 1`` on, at the earliest."""
+        rows, memory, window = self.state.rows, self.state.memory, self.config.window
+        assert window is not None
+        first = np.maximum(rows.written_len - window + 1, 0)
+        for row in np.flatnonzero((first // memory.page_size > memory.first_page) & ~rows.leaving).tolist():
+            memory.drop_before(row, int(first[row]))
 
     # ---------------------------------------------------------------- proof
 
     def check_integrity(self) -> None:
         """Raises AssertionError when an invariant does not hold. Cheap enough for every step of a test."""
-        rows = self.rows
-        taken = np.array([request is not None for request in rows.requests])
-        in_table = np.arange(rows.page_table.shape[1]) < rows.num_pages[:, None]
-        assert (rows.page_table[~in_table] == rows.no_page).all(), "a page beyond its row's count"
-        self.pool.check_integrity(rows.page_table[in_table])
-        assert sorted(rows.free_rows) == np.flatnonzero(~taken).tolist(), "row pool and rows disagree"
-        assert not (rows.decoding & (rows.finished | ~taken)).any(), "a finished or free row would decode"
-        assert (rows.in_flight >= 0).all() and not rows.in_flight[~taken].any(), "a free row is in flight"
-        growing = taken & ~rows.finished
-        outstanding = int((rows.promised_pages - rows.num_pages)[growing].sum())
-        assert outstanding == self._outstanding_pages <= self.pool.num_free, "promised pages are not there"
-        assert (rows.num_pages <= rows.promised_pages).all(), "a row has more pages than it was promised"
-        assert (rows.planned_outputs <= rows.max_outputs).all(), "more tokens planned than allowed"
-        assert (rows.planned_len <= rows.num_pages * self.config.limits.page_size).all(), "a position has no page"
-        assert len(self._running) == int(growing.sum()), "running requests and rows disagree"
-        if not self.has_unfinished and not rows.in_flight.any() and not rows.finished.any():
-            assert self.pool.num_free == self.pool.num_pages and rows.num_running == 0, "idle, but not all is back"
+        self.state.check_integrity()

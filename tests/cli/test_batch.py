@@ -194,7 +194,7 @@ def run_in_memory(monkeypatch, items, max_held):
         names = ModelNames.of("toy", None)
         run = BatchRun(output.source(items), output, names=names, defaults={}, max_held=max_held)
         run.run(llm)
-        pool = llm.engine.loop.scheduler.pool
+        pool = llm.engine.loop.scheduler.state.memory.pool
         assert pool.num_free == pool.num_pages
     assert len(output.lines) == len(items) and run.tally.succeeded + run.tally.failed == len(items)
     return output

@@ -65,7 +65,7 @@ def test_chunk_size_changes_nothing(alone, chunk):
 def test_order_rows_joining_and_leaving_change_nothing(alone, seed):
     rng = np.random.default_rng(seed)
     engine, _ = make_engine(lookahead=int(rng.integers(0, 4)))
-    rng.shuffle(engine.loop.scheduler.rows.free_rows)
+    rng.shuffle(engine.loop.scheduler.state.rows.free_rows)
     scratch, _ = make_engine()
     wanted = random_requests(scratch, SEED, 14)
     requests = {}
@@ -96,7 +96,7 @@ def test_a_row_of_nan_logits_ends_alone_with_an_error(alone):
     victim = engine.add([9, 9, 9], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     while not victim.output_ids:
         engine.step()
-    kv, page = runner._kv, int(engine.loop.scheduler.rows.page_table[victim.row, 0])
+    kv, page = runner._kv, int(engine.loop.scheduler.state.memory.page_table[victim.row, 0])
     runner._kv = type(kv)(kv.k, kv.v.at[page].set(np.nan))
     drain(engine)
     assert victim.finish_reason == FinishReason.ERROR

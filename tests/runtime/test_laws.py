@@ -42,7 +42,7 @@ def test_padded_rows_touch_no_slot_and_no_row():
     assert runner.buckets.shape_of(plan).decode_rows == 4
     runner.launch(plan).read()
     after = device_bytes(runner)
-    limits, table = engine.limits, engine.loop.scheduler.rows.page_table
+    limits, table = engine.limits, engine.loop.scheduler.state.memory.page_table
     slots = {
         (layer * limits.num_pages + int(table[row, 0])) * limits.page_size + 3
         for row in plan.decode_rows

@@ -56,10 +56,10 @@ def test_pages_and_row_of_an_aborted_request_come_back_only_when_no_step_names_t
         harness.turn()
     row = request.row
     harness.engine.abort(request)
-    assert harness.scheduler.rows.in_flight[row] == 2
-    assert harness.scheduler.pool.num_free < harness.scheduler.pool.num_pages
+    assert harness.scheduler.state.rows.in_flight[row] == 2
+    assert harness.scheduler.state.memory.pool.num_free < harness.scheduler.state.memory.pool.num_pages
     harness.scheduler.retire()
-    assert harness.scheduler.rows.requests[row] is request
+    assert harness.scheduler.state.rows.requests[row] is request
     harness.run()
     assert request.row is None
 
@@ -103,7 +103,7 @@ def test_a_result_that_was_launched_for_an_earlier_owner_is_dropped():
     harness = Harness(lookahead=1)
     request = harness.submit([1], max_tokens=5, ignore_eos=True)
     harness.turn()
-    harness.scheduler.rows.generation[request.row] += 1
+    harness.scheduler.state.rows.generation[request.row] += 1
     plan, result = harness.engine.loop.in_flight.pop()
     output = harness.scheduler.commit(plan, result)
     assert list(output.requests) == []

@@ -65,8 +65,8 @@ def test_promised_pages_are_exactly_what_a_request_of_full_length_takes(page_siz
         harness = Harness(page_size=page_size, num_pages=300, lookahead=lookahead, check_every_turn=False)
         request = harness.submit([1] * prompt_len, max_tokens=34, ignore_eos=True)
         freed = []
-        free = harness.scheduler.pool.free
-        harness.scheduler.pool.free = lambda pages, free=free, freed=freed: freed.append(len(pages)) or free(pages)
+        free = harness.scheduler.state.memory.pool.free
+        harness.scheduler.state.memory.pool.free = lambda pages, free=free, freed=freed: freed.append(len(pages)) or free(pages)
         harness.run()
         limits = harness.scheduler.config.limits
         assert freed == [limits.pages_for(prompt_len, request.max_tokens)] == [-(-(prompt_len + 33) // page_size)]

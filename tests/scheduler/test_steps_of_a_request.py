@@ -133,7 +133,7 @@ def test_a_prompt_in_chunks_gives_one_first_token_after_the_last_chunk(lookahead
     request = harness.submit([i % 90 for i in range(prompt_len)], max_tokens=3, ignore_eos=True)
     while not harness.delivered[request.request_id]:
         harness.turn()
-    assert harness.scheduler.rows.planned_len[request.row] >= prompt_len
+    assert harness.scheduler.state.rows.planned_len[request.row] >= prompt_len
     harness.run()
     assert harness.runner.num_launches == -(-prompt_len // 16) + 2
 

@@ -1,0 +1,200 @@
+"""Each row's share of the KV memory: its page table, and whose the pages in it are.
+
+    column          0    1    2    3    4    5    6
+    page            9    2    7    5    8    .    .         `.` is `no_page`
+    whose           cache cache own own  own
+                    |<- node.depth ->|
+                    |<------- num_pages ------>|
+                    |<----------- promised: at least so much is kept for it ------->|
+
+A page is in exactly one place: free in the pool, a row's own, or the prefix cache's. Rows read cached pages
+through a lock on the tree; what they write is always their own.
+
+Rules:
+
+* ``available = free + evictable``, and it never falls below what is promised to rows and not theirs yet. So a
+  row gets its promised pages, whatever the load.
+* `cache_pages` hands a row's own pages, whole and committed, to the prefix cache. Where the same tokens are
+  cached already, by a row that was quicker, the row keeps its own copy, since a launched step may read it: the
+  page table never changes. Only when it leaves does it count as a reader of the other copy.
+* With a `window`, pages wholly before it are freed once no step in flight can read them (`drop_before`); such
+  a row has holes, so nothing of it can be cached, and the prefix cache is off.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxoverlap.cache.page_pool import PagePool
+from jaxoverlap.cache.prefix_cache import CacheNode, PrefixCache
+
+
+class RowMemory:
+    """See the module's rules. `page_table` is int32 [rows, pages_per_row]."""
+
+    def __init__(
+        self, num_rows: int, pages_per_row: int, num_pages: int, page_size: int, *, prefix_cache: bool = True
+    ) -> None:
+        self.page_size = page_size
+        self.no_page = num_pages
+        self.prefix_cache_enabled = prefix_cache
+        self.pool = PagePool(num_pages)
+        self.cache = PrefixCache(page_size)
+        self.page_table = np.full((num_rows, pages_per_row), self.no_page, dtype=np.int32)
+        self.is_own = np.zeros((num_rows, pages_per_row), dtype=bool)
+        self.num_pages = np.zeros(num_rows, dtype=np.int32)
+        self.promised = np.zeros(num_rows, dtype=np.int32)
+        self.first_page = np.zeros(num_rows, dtype=np.int32)
+        """Columns before it were dropped from the window."""
+        self._nodes: list[CacheNode | None] = [None] * num_rows
+        self._outstanding = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free, or cached and read by nobody."""
+        return self.pool.num_free + self.cache.num_evictable
+
+    @property
+    def num_unpromised(self) -> int:
+        return self.num_available - self._outstanding
+
+    # ---------------------------------------------------------------- a row's life
+
+    def seat(self, row: int, tokens: np.ndarray, salt: str | None, promised: int) -> int | None:
+        """Gives an empty row the cached prefix of its tokens, and promises it `promised` pages in all.
+
+        At least the last token is left to be computed. Returns how many tokens are cached; None when there are
+        not enough pages, and then nothing has changed.
+        """
+        wanted = tokens[:-1] if self.prefix_cache_enabled else tokens[:0]
+        node = self.cache.match(wanted, salt)
+        self.cache.lock(node)
+        if promised - node.depth > self.num_unpromised:
+            self.cache.unlock(node)
+            return None
+        self._nodes[row] = node
+        self.page_table[row, : node.depth] = self.cache.path(node)
+        self.num_pages[row] = node.depth
+        self.promised[row] = promised
+        self._outstanding += promised - node.depth
+        return node.depth * self.page_size
+
+    def grow(self, row: int, length: int) -> None:
+        """Pages for the first `length` positions. Raises MemoryError; what was promised is always there."""
+        have = int(self.num_pages[row])
+        missing = -(-length // self.page_size) - have
+        if missing > 0:
+            self._outstanding -= min(missing, max(0, int(self.promised[row]) - have))
+            self.page_table[row, have : have + missing] = self._allocate(missing)
+            self.is_own[row, have : have + missing] = True
+            self.num_pages[row] += missing
+
+    def grow_by_one(self, rows: np.ndarray) -> np.ndarray:
+        """One more page for each of several rows, int32 [len(rows)]."""
+        columns = self.num_pages[rows]
+        self._outstanding -= int((columns < self.promised[rows]).sum())
+        pages = self._allocate(len(rows))
+        self.page_table[rows, columns] = pages
+        self.is_own[rows, columns] = True
+        self.num_pages[rows] += 1
+        return pages
+
+    def cache_pages(self, row: int, tokens: np.ndarray, *, leaving: bool) -> None:
+        """Hands the whole pages of `tokens`, all committed, to the prefix cache.
+
+        A row that goes on stops at the first page of which another copy is cached; one that is leaving puts what
+        follows below that copy.
+        """
+        node = self._nodes[row]
+        assert node is not None, f"row {row} has no memory"
+        if not self.prefix_cache_enabled:
+            return
+        for key in self.cache.keys(tokens, node.depth):
+            column = node.depth
+            child, taken = self.cache.extend(node, key, int(self.page_table[row, column]))
+            if taken:
+                self.is_own[row, column] = False
+            elif not leaving:
+                break
+            self.cache.lock(child)
+            self.cache.unlock(node)
+            node = child
+        self._nodes[row] = node
+
+    def stop_growing(self, row: int) -> None:
+        """The row will not be planned any more: what was promised to it is free for others."""
+        self._outstanding -= max(0, int(self.promised[row] - self.num_pages[row]))
+        self.promised[row] = 0
+
+    def drop_before(self, row: int, position: int) -> None:
+        """Frees the pages wholly before a position that no step, in flight or to come, reads any more."""
+        assert not self.prefix_cache_enabled, "a row with holes can't be cached"
+        first, keep = int(self.first_page[row]), position // self.page_size
+        if keep > first:
+            self.pool.free(self.page_table[row, first:keep].copy())
+            self.page_table[row, first:keep] = self.no_page
+            self.is_own[row, first:keep] = False
+            self.first_page[row] = keep
+
+    def release(self, row: int) -> None:
+        """Takes everything back: own pages to the pool, cached ones by letting go. The only way out."""
+        node, count = self._nodes[row], int(self.num_pages[row])
+        assert node is not None, f"row {row} has no memory to release"
+        self.stop_growing(row)
+        self.pool.free(self.page_table[row, :count][self.is_own[row, :count]])
+        self.cache.unlock(node)
+        self._nodes[row] = None
+        self.page_table[row, :count] = self.no_page
+        self.is_own[row, :count] = False
+        self.num_pages[row] = self.first_page[row] = 0
+
+    def releasable(self, row: int) -> int:
+        """Pages that would be available if the row left."""
+        node = self._nodes[row]
+        return int(self.is_own[row].sum()) + (0 if node is None else self.cache.releasable(node))
+
+    def flush(self) -> int:
+        """Empties the prefix cache of everything that no row reads. Returns the number of pages."""
+        count = self.cache.num_evictable
+        self.pool.free(self.cache.take_evicted(count))
+        return count
+
+    def _allocate(self, count: int) -> np.ndarray:
+        missing = count - self.pool.num_free
+        if missing > 0:
+            self.pool.free(self.cache.take_evicted(missing))
+        return self.pool.allocate(count)
+
+    # ---------------------------------------------------------------- proof
+
+    def node_of(self, row: int) -> CacheNode | None:
+        """The deepest cached page that the row reads, or hangs its own pages below."""
+        return self._nodes[row]
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every page is in exactly one place and every promise can be kept."""
+        columns = np.arange(self.page_table.shape[1])
+        in_table = (columns >= self.first_page[:, None]) & (columns < self.num_pages[:, None])
+        assert (self.page_table[~in_table] == self.no_page).all(), "a page beyond its row's count"
+        assert not (self.is_own & ~in_table).any(), "a row owns a page that it does not have"
+        cached = {node.page: node for node in self.cache.nodes()}
+        assert len(cached) == self.cache.num_pages, "a page is cached twice"
+        owned = self.page_table[self.is_own]
+        self.pool.check_integrity(np.concatenate([owned, np.fromiter(cached, np.int32, len(cached))]))
+        holds: dict[int, int] = {}
+        for row, node in enumerate(self._nodes):
+            shared = self.page_table[row, : self.num_pages[row]][~self.is_own[row, : self.num_pages[row]]]
+            if node is None:
+                assert self.num_pages[row] == 0, "a row without memory has pages"
+                continue
+            holds[id(node)] = holds.get(id(node), 0) + 1
+            if self.prefix_cache_enabled:
+                path = set(self.cache.path(node).tolist())
+                assert path.issuperset(shared.tolist()), "a row reads a cached page that it does not hold"
+        self.cache.check_integrity()
+        for node in self.cache.nodes():
+            locked = sum(child.holds > 0 for child in node.children.values())
+            assert node.holds == locked + holds.get(id(node), 0), "a cached page is held by nobody, or not by its reader"
+        has_row = np.array([node is not None for node in self._nodes])
+        outstanding = int(np.maximum(self.promised - self.num_pages, 0)[has_row].sum())
+        assert outstanding == self._outstanding <= self.num_available, "promised pages are not there"

@@ -1,0 +1,214 @@
+"""Planning: from who is where to the next step. Decides who decodes, which chunks run, who gets in, who gives way."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxoverlap.request import Request
+from jaxoverlap.scheduler.plan import PrefillChunk, StepPlan
+from jaxoverlap.scheduler.policy import StepView, choose_step, choose_victims, chunk_len, order_by_prefix
+from jaxoverlap.scheduler.state import SchedulerState
+
+_NO_ROWS = np.empty(0, dtype=np.int32)
+_LOOK_AHEAD = 32
+"""Requests of the queue among which `cache_aware_order` chooses."""
+_TRIES = 1 / 32
+"""Of `max_prompt_wait`, between two attempts to make room."""
+
+
+class Planner:
+    """Makes plans, one after the other."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._next_step_id = 0
+        self._prefill_streak = 0
+        self._last_decode = -np.inf
+        self._refused: tuple[int, int] | None = None  # a request, and how many pages were not enough for it
+        self._next_try = -np.inf
+        self._room_for: Request | None = None  # rows were preempted for it, so it gets what came free
+
+    def plan(self, now: float) -> StepPlan | None:
+        """The next step, or None when there is nothing to launch now."""
+        state, config = self._state, self._state.config
+        view = StepView(
+            can_prefill=bool(state.prefilling) or self._admit(now),
+            can_decode=bool(state.rows.decoding.any()),
+            prefill_streak=self._prefill_streak,
+            decode_waited=now - self._last_decode,
+        )
+        kind = choose_step(
+            view,
+            mixed_steps=config.mixed_steps,
+            max_prefill_streak=config.max_prefill_streak,
+            max_decode_wait=config.max_decode_wait,
+        )
+        decode_rows, new_pages = self._plan_decode() if kind.decode else (_NO_ROWS, _NO_ROWS)
+        # When every decoding row has to sit out for want of a page, prompts must go on, or nobody would.
+        prefill = kind.prefill or (view.can_prefill and not len(decode_rows))
+        chunks = self._plan_chunks(now, beside_decode=len(decode_rows) > 0) if prefill else ()
+        if not chunks and not len(decode_rows):
+            return None
+        if kind.decode or not view.can_decode:
+            self._last_decode, self._prefill_streak = now, 0
+        else:
+            self._prefill_streak += 1
+        return self._freeze(chunks, decode_rows, new_pages)
+
+    # ---------------------------------------------------------------- decoding rows
+
+    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray]:
+        """One token for every decoding row: whole arrays at once, since nearly all rows need nothing else."""
+        rows, memory = self._state.rows, self._state.memory
+        chosen = np.flatnonzero(rows.decoding).astype(np.int32)
+        needs_page = rows.planned_len[chosen] == memory.num_pages[chosen] * memory.page_size
+        if needs_page.any():
+            without = self._rows_without_page(chosen[needs_page])
+            if len(without):
+                stays = rows.decoding[chosen] & ~np.isin(chosen, without)
+                chosen, needs_page = chosen[stays], needs_page[stays]
+        new_pages = np.full(len(chosen), memory.no_page, dtype=np.int32)
+        if needs_page.any():
+            new_pages[needs_page] = memory.grow_by_one(chosen[needs_page])
+        rows.planned_len[chosen] += 1
+        rows.planned_outputs[chosen] += 1
+        rows.decoding[chosen] = rows.planned_outputs[chosen] < rows.max_outputs[chosen]
+        return chosen, new_pages
+
+    def _rows_without_page(self, growing: np.ndarray) -> np.ndarray:
+        """Rows that can't have the page they need now, after making room; they sit this step out.
+
+        Promised pages are there. Who is beyond its promise takes what is left over, the oldest first.
+        """
+        state, memory = self._state, self._state.memory
+        beyond = growing[memory.num_pages[growing] >= memory.promised[growing]]
+        left_over = memory.num_unpromised
+        if len(beyond) <= left_over:
+            return _NO_ROWS
+        short = len(beyond) - left_over - state.pages_on_their_way()
+        if short > 0:
+            for row in choose_victims(state.running_views(), short):
+                state.leave(state.rows.requests[row])
+        requests = state.rows.requests
+        by_age = sorted(
+            (row for row in beyond.tolist() if not state.rows.leaving[row]),
+            key=lambda row: (requests[row].priority, requests[row].request_id),
+        )
+        # What a victim was promised is already left over; its pages come when it retires.
+        served = by_age[: memory.num_unpromised]
+        return np.setdiff1d(beyond, np.array(served, dtype=np.int32))
+
+    # ---------------------------------------------------------------- prompts
+
+    def _plan_chunks(self, now: float, *, beside_decode: bool) -> tuple[PrefillChunk, ...]:
+        """Fills the token budget: prompts under way first, then new ones; the last is cut to fit."""
+        config = self._state.config
+        budget: float = config.max_mixed_tokens if beside_decode else config.max_batched_tokens
+        most = config.max_mixed_chunks if beside_decode else config.max_prefill_rows
+        per_token = config.context_per_token if beside_decode else None
+        chunks: list[PrefillChunk] = []
+        under_way = list(self._state.prefilling.values())
+        while budget >= 1 and len(chunks) < most:
+            if not under_way:
+                if not self._admit(now):
+                    break
+                under_way.append(next(reversed(self._state.prefilling.values())))
+            chunk = self._plan_chunk(under_way.pop(0), budget, per_token)
+            chunks.append(chunk)
+            budget -= len(chunk.token_ids) * (1.0 if per_token is None else 1.0 + chunk.start / per_token)
+        return tuple(chunks)
+
+    def _plan_chunk(self, request: Request, budget: float, context_per_token: float | None) -> PrefillChunk:
+        state, rows, row = self._state, self._state.rows, request.row
+        tokens = request.extend_ids
+        assert row is not None and tokens is not None
+        start = int(rows.planned_len[row])
+        end = start + chunk_len(len(tokens) - start, start, budget, context_per_token)
+        state.memory.grow(row, end)
+        rows.planned_len[row] = end
+        publishes = end == len(tokens)
+        if publishes:
+            del state.prefilling[request.request_id]
+            rows.planned_outputs[row] += 1
+            rows.decoding[row] = rows.planned_outputs[row] < rows.max_outputs[row]
+        state.counters.computed_tokens += end - start
+        return PrefillChunk(
+            request=request,
+            row=row,
+            start=start,
+            token_ids=tokens[start:end].copy(),
+            num_outputs=len(request.output_ids),
+            publishes=publishes,
+            page_table=state.memory.page_table[row, : state.memory.num_pages[row]].copy(),
+        )
+
+    # ---------------------------------------------------------------- admission
+
+    def _admit(self, now: float) -> bool:
+        """Lets the next request of the queue in, if there is room; makes some if it has waited too long."""
+        state = self._state
+        if not len(state.waiting):
+            return False
+        free_row = bool(state.rows.free_rows)
+        request = self._next_in_queue(now) if free_row else state.waiting.head()
+        assert request is not None
+        left_over = state.memory.num_unpromised
+        hopeless = self._refused is not None and self._refused[0] == request.request_id and left_over <= self._refused[1]
+        if free_row and not hopeless:
+            if state.take_row(request, now):
+                self._refused = self._room_for = None
+                return True
+            self._refused = (request.request_id, left_over)
+        wait = state.config.max_prompt_wait
+        if now - request.waiting_since >= wait and now >= self._next_try:
+            self._next_try = now + _TRIES * wait  # looking at every row is not for every step
+            self._make_room(request, now)
+        return False
+
+    def _next_in_queue(self, now: float) -> Request | None:
+        state, config = self._state, self._state.config
+        if self._room_for is not None and self._room_for.request_id in state.waiting:
+            return self._room_for
+        head = state.waiting.head()
+        if head is None or not config.cache_aware_order or head.num_preemptions:
+            return head
+        candidates = [r for r in state.waiting.first(_LOOK_AHEAD) if r.priority == head.priority]
+        cached = (state.memory.cache.match(r.prompt_ids[:-1], r.cache_salt).depth for r in candidates)
+        return candidates[order_by_prefix(cached, now - head.waiting_since, config.max_prompt_wait)[0]]
+
+    def _make_room(self, request: Request, now: float) -> None:
+        """Preempts for a request that has waited too long: rows that had their turn, and so long at least."""
+        state = self._state
+        pages = state.pages_for(state.promise_to(request)) - state.memory.num_unpromised - state.pages_on_their_way()
+        rows = 0 if state.rows.free_rows or state.rows.leaving.any() else 1
+        views = state.running_views(running_until=now - state.config.max_prompt_wait)
+        victims = choose_victims(views, pages, rows=rows, at_least_priority=request.priority)
+        enough = sum(view.pages for view in views if view.row in victims) >= pages and len(victims) >= rows
+        if not enough:
+            return  # half the room is of no use to it, and would cost the victims their place
+        for row in victims:
+            state.leave(state.rows.requests[row])
+        self._room_for = request
+
+    # ---------------------------------------------------------------- freeze
+
+    def _freeze(
+        self, chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray, decode_new_pages: np.ndarray
+    ) -> StepPlan:
+        table = self._state.rows
+        chunk_rows = np.fromiter((chunk.row for chunk in chunks), dtype=np.int32, count=len(chunks))
+        rows = np.concatenate([chunk_rows, decode_rows])
+        table.in_flight[rows] += 1
+        plan = StepPlan(
+            step_id=self._next_step_id,
+            chunks=chunks,
+            decode_rows=decode_rows,
+            decode_new_pages=decode_new_pages,
+            rows=rows,
+            generations=table.generation[rows],
+            request_ids=table.request_ids[rows],
+            no_page=self._state.memory.no_page,
+        )
+        self._next_step_id += 1
+        plan.seal()
+        return plan

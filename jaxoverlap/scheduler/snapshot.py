@@ -1,0 +1,120 @@
+"""Who has which page: as data, and as a picture."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxoverlap.scheduler.state import SchedulerState
+
+_CELL = 10
+_COLUMNS = 64
+_FREE, _CACHED = "#e8e8e8", "#9aa7b8"
+
+
+@dataclass(frozen=True)
+class PageOwner:
+    """One page.
+
+    Attributes:
+      page: its id.
+      owner: "free", "row" (written by one request) or "cache" (shared by all who begin with its tokens).
+      request_id: the row's request, for "row".
+      index: which page of its sequence it is, from 0.
+      readers: running requests that read it.
+      last_used: of an unlocked cached page, a count that grows with every use; the lowest goes first.
+    """
+
+    page: int
+    owner: str
+    request_id: int | None = None
+    index: int | None = None
+    readers: int = 0
+    last_used: int | None = None
+
+
+@dataclass(frozen=True)
+class MemorySnapshot:
+    """Pages in the order of their ids, and what they come to.
+
+    Attributes:
+      free, own, locked, evictable: numbers of pages; together `len(pages)`.
+      promised: pages kept for running requests beyond what they have; part of free + evictable.
+    """
+
+    page_size: int
+    pages: tuple[PageOwner, ...]
+    free: int
+    own: int
+    locked: int
+    evictable: int
+    promised: int
+
+    @classmethod
+    def of(cls, state: SchedulerState) -> MemorySnapshot:
+        memory, rows = state.memory, state.rows
+        pages = [PageOwner(page, "free") for page in range(memory.pool.num_pages)]
+        readers = np.bincount(
+            memory.page_table[memory.page_table < memory.no_page], minlength=memory.pool.num_pages
+        ).tolist()
+        for node in memory.cache.nodes():
+            last_used = None if node.holds else node.last_used
+            pages[node.page] = PageOwner(node.page, "cache", None, node.depth - 1, readers[node.page], last_used)
+        for row, column in np.argwhere(memory.is_own).tolist():
+            page = int(memory.page_table[row, column])
+            pages[page] = PageOwner(page, "row", int(rows.request_ids[row]), column, readers[page])
+        cache = memory.cache
+        return cls(
+            page_size=memory.page_size,
+            pages=tuple(pages),
+            free=memory.pool.num_free,
+            own=int(memory.is_own.sum()),
+            locked=cache.num_locked,
+            evictable=cache.num_evictable,
+            promised=memory.num_available - memory.num_unpromised,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def to_svg(self) -> str:
+        """A map with one cell to a page, in the order of ids; hovering names the owner. Requests differ by hue."""
+        rows = -(-len(self.pages) // _COLUMNS)
+        width, height = _COLUMNS * _CELL, rows * _CELL + 24
+        cells = []
+        for page in self.pages:
+            x, y = page.page % _COLUMNS * _CELL, page.page // _COLUMNS * _CELL
+            cells.append(
+                f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" fill="{_colour(page)}">'
+                f"<title>{escape(_describe(page))}</title></rect>"
+            )
+        legend = (
+            f"{len(self.pages)} pages of {self.page_size} tokens: {self.own} of single requests, {self.locked} cached "
+            f"and read, {self.evictable} cached, {self.free} free; {self.promised} promised"
+        )
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">\n'
+            + "\n".join(cells)
+            + f'\n<text x="2" y="{height - 8}" font-size="11">{legend}</text>\n</svg>\n'
+        )
+
+
+def _colour(page: PageOwner) -> str:
+    if page.owner == "free":
+        return _FREE
+    if page.owner == "cache":
+        return "#3f5f8a" if page.readers else _CACHED
+    assert page.request_id is not None
+    return f"hsl({page.request_id * 137 % 360},70%,55%)"
+
+
+def _describe(page: PageOwner) -> str:
+    if page.owner == "free":
+        return f"page {page.page}: free"
+    whose = f"request {page.request_id}" if page.owner == "row" else f"cached, {page.readers} readers"
+    return f"page {page.page}: {whose}, page {page.index} of its sequence"

@@ -1,0 +1,176 @@
+"""Who is where: the rows, their memory, the queue. Shared by the parts of the scheduler, and owned by it.
+
+    waiting ──take_row──► running (prefilling → decoding) ──leave──► leaving ──retire──► finished, or waiting again
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxoverlap.cache.row_memory import RowMemory
+from jaxoverlap.request import Request, RequestStatus
+from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.policy import RunningView, promised_tokens
+from jaxoverlap.scheduler.row_table import RowTable
+from jaxoverlap.scheduler.waiting_queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class Counters:
+    """Since the start.
+
+    Attributes:
+      admitted_tokens: tokens of admitted requests, again for each admission; cached_tokens: those found in the cache.
+      computed_tokens: prompt tokens launched; preemptions: rows taken from requests that were not finished.
+    """
+
+    admitted_tokens: int = 0
+    cached_tokens: int = 0
+    computed_tokens: int = 0
+    preemptions: int = 0
+
+
+class SchedulerState:
+    """Moves that keep the parts in step with each other; what to move is decided elsewhere."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        limits = config.limits
+        self.config = config
+        self.rows = RowTable(config.max_running)
+        self.memory = RowMemory(
+            config.max_running,
+            config.pages_per_row,
+            limits.num_pages,
+            limits.page_size,
+            prefix_cache=config.prefix_cache,
+        )
+        self.waiting = WaitingQueue()
+        self.running: dict[int, Request] = {}
+        """With a row, unfinished; those about to lose the row included."""
+        self.prefilling: dict[int, Request] = {}
+        """Of the running, those whose known tokens are not all launched."""
+        self.deadlines: list[tuple[float, int]] = []
+        self.counters = Counters()
+
+    def find(self, request_id: int) -> Request | None:
+        return self.waiting.get(request_id) or self.running.get(request_id)
+
+    def enqueue(self, request: Request, now: float) -> None:
+        request.status = RequestStatus.WAITING
+        request.waiting_since = now
+        self.waiting.push(request)
+
+    def set_deadline(self, request: Request) -> None:
+        if request.deadline is not None:
+            heapq.heappush(self.deadlines, (request.deadline, request.request_id))
+
+    def overdue(self, now: float) -> list[Request]:
+        """Unfinished requests whose deadline has passed; each is named once."""
+        found = []
+        while self.deadlines and self.deadlines[0][0] <= now:
+            request = self.find(heapq.heappop(self.deadlines)[1])
+            if request is not None:
+                found.append(request)
+        return found
+
+    def promise_to(self, request: Request) -> int:
+        """KV positions to keep for a request if it is admitted now."""
+        max_len = request.prompt_len + request.max_tokens - 1
+        return promised_tokens(request.committed_len, max_len, self.config.headroom, request.num_preemptions)
+
+    def pages_for(self, length: int) -> int:
+        return -(-length // self.config.limits.page_size)
+
+    def take_row(self, request: Request, now: float) -> bool:
+        """Gives a waiting request a row and the cached prefix of its tokens; False if there is no room."""
+        if not self.rows.free_rows:
+            return False
+        row, promised = self.rows.free_rows[-1], self.promise_to(request)
+        tokens = request.known_ids()
+        cached = self.memory.seat(row, tokens, request.cache_salt, self.pages_for(promised))
+        if cached is None:
+            return False
+        self.waiting.remove(request)
+        self.rows.take(row, request, cached, promised, now)
+        request.row = row
+        request.extend_ids = tokens
+        request.status = RequestStatus.RUNNING
+        request.running_since = now
+        if request.admit_time is None:
+            request.admit_time = now
+            request.cached_tokens = cached
+        self.running[request.request_id] = self.prefilling[request.request_id] = request
+        self.counters.admitted_tokens += len(tokens)
+        self.counters.cached_tokens += cached
+        return True
+
+    def leave(self, request: Request) -> None:
+        """A running request will not be planned any more; its row retires when nothing in flight names it."""
+        row = request.row
+        assert row is not None
+        self.prefilling.pop(request.request_id, None)
+        self.rows.decoding[row] = False
+        self.rows.leaving[row] = True
+        self.memory.stop_growing(row)
+
+    def cache_committed(self, request: Request) -> None:
+        """Hands what committed steps have written for a leaving request to the prefix cache."""
+        row = request.row
+        assert row is not None
+        written = int(self.rows.written_len[row])
+        self.memory.cache_pages(row, request.known_ids()[:written], leaving=True)
+
+    def retire(self, row: int, now: float) -> None:
+        """Takes a leaving row back, and sends its request to the queue unless it is finished."""
+        request: Request = self.rows.requests[row]
+        preempted = not self.rows.finished[row]
+        if preempted:
+            self.cache_committed(request)
+        self.memory.release(row)
+        self.rows.give_back(row)
+        request.row = None
+        request.extend_ids = None
+        if preempted:
+            del self.running[request.request_id]
+            request.num_preemptions += 1
+            self.counters.preemptions += 1
+            self.enqueue(request, now)
+
+    def running_views(self, *, running_until: float | None = None) -> list[RunningView]:
+        """Possible victims. `running_until` counts a turn as had only by who was admitted before."""
+        rows, views = self.rows, []
+        for request in self.running.values():
+            row = request.row
+            assert row is not None and request.running_since is not None
+            if rows.leaving[row]:
+                continue
+            used = rows.decoding[row] and rows.planned_len[row] >= rows.promised_len[row]
+            long_enough = running_until is None or request.running_since <= running_until
+            pages = self.memory.releasable(row)
+            views.append(
+                RunningView(row, request.priority, request.request_id, pages, bool(used and long_enough))
+            )
+        return views
+
+    def pages_on_their_way(self) -> int:
+        """Pages of rows that need no victim to come free: leaving, or launched to their last token."""
+        rows = self.rows
+        done = (rows.planned_outputs >= rows.max_outputs) & (rows.request_ids >= 0)
+        return sum(self.memory.releasable(row) for row in np.flatnonzero(rows.leaving | done).tolist())
+
+    def check_integrity(self) -> None:
+        rows, memory = self.rows, self.memory
+        rows.check_integrity()
+        memory.check_integrity()
+        page_size = self.config.limits.page_size
+        assert (rows.planned_len <= memory.num_pages * page_size).all(), "a position has no page"
+        unfinished = (rows.request_ids >= 0) & ~rows.finished
+        assert len(self.running) == int(unfinished.sum()), "running requests and rows disagree"
+        assert all(request.row is not None and not rows.leaving[request.row] for request in self.prefilling.values())
+        assert all(request.row is None for request in self.waiting.first(1000)), "a waiting request has a row"
+        idle = not self.running and not len(self.waiting) and not rows.leaving.any()
+        if idle:
+            assert memory.num_available == memory.pool.num_pages and rows.num_running == 0, "idle, but not all is back"

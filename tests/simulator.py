@@ -1,0 +1,207 @@
+"""Lives of an engine on the toy device, from a seed: whatever happens, every request's tokens are the oracle's.
+
+    python -m tests.simulator --steps 100000000 --workers 2      runs for hours, prints the seeds
+    python -m tests.simulator --seed 123                         replays one, and shrinks it if it fails
+
+A life is a script: settings and a list of events. Its seed fixes it, `run` plays it, and `shrink` leaves out
+whatever a failure does not need. The scheduler, the cache, the policy and the loop are the real ones; the device
+completes steps when they are read or, where the script says so, as early as it can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap.errors import InvalidRequestError, QueueFullError
+from jaxoverlap.request import RequestOptions
+from tests.fakes import VOCAB_SIZE
+from tests.harness import Harness
+
+Event = tuple[Any, ...]
+"""("submit", prompt, sampling, options), ("abort", nth request), ("turn", seconds, device is early), ("flush",)."""
+
+
+@dataclass(frozen=True)
+class Script:
+    seed: int
+    settings: dict[str, Any]
+    events: tuple[Event, ...]
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}, {len(self.events)} events", json.dumps(self.settings)]
+        return "\n".join([*lines, *(json.dumps(event) for event in self.events)])
+
+
+def random_settings(rng: np.random.Generator) -> dict[str, Any]:
+    """A pool from one request's worth to ample, and everything else over its range."""
+    page_size = int(rng.choice([1, 2, 4, 16, 64]))
+    max_model_len = int(rng.integers(2, 120))
+    one_request = -(-(max_model_len - 1) // page_size)
+    mixed, lookahead = bool(rng.random() < 0.6), int(rng.choice([0, 1, 1, 2, 3, 4]))
+    window = int(rng.integers(1, 60)) if rng.random() < 0.1 else None
+    finer: dict[str, Any] = {
+        "mixed_steps": mixed,
+        "max_mixed_tokens": int(rng.choice([1, 3, 16, 64])),
+        "context_per_token": float(rng.choice([5.0, 50.0])) if rng.random() < 0.3 else None,
+        "max_prefill_streak": None if rng.random() < 0.5 else int(rng.integers(1, 4)),
+        "max_decode_wait": float(rng.choice([0.0, 0.01, 0.3])),
+        "max_prompt_wait": float(rng.choice([0.02, 0.2, 2.0, 1e9])),
+        "headroom": int(rng.choice([1, 4, 16, 64])),
+        "prefix_cache": window is None and bool(rng.random() < 0.8),
+        "cache_aware_order": bool(rng.random() < 0.3),
+        "window": window,
+        "max_queue": int(rng.integers(1, 9)) if rng.random() < 0.2 else None,
+    }
+    return {
+        "page_size": page_size,
+        "num_pages": int(one_request * rng.choice([1, 1, 1.5, 2, 4, 20])) + int(rng.integers(0, 3)),
+        "max_model_len": max_model_len,
+        "max_running": int(rng.choice([1, 2, 3, 8, 16])),
+        "max_batched_tokens": int(rng.choice([1, 2, 7, 16, 64, 200])),
+        "max_prefill_rows": int(rng.choice([1, 2, 16])),
+        "lookahead": lookahead,
+        "row_order_seed": int(rng.integers(1 << 30)),
+        "settings": finer,
+    }
+
+
+def script_of(seed: int) -> Script:
+    rng = np.random.default_rng(seed)
+    settings = random_settings(rng)
+    # Integrity after every turn costs more than the turn: all of it in one life of four, at the end in the others.
+    settings["check_every_turn"] = bool(rng.random() < 0.25)
+    longest = settings["max_model_len"] - 1
+    prefixes = [rng.integers(0, VOCAB_SIZE, int(rng.integers(1, longest + 1))).tolist() for _ in range(3)]
+    busy, abort_rate = float(rng.choice([0.05, 0.3, 1.0])), float(rng.choice([0.0, 0.02, 0.2]))
+    shared, timed = float(rng.choice([0.0, 0.5, 0.95])), float(rng.choice([0.0, 0.2]))
+    priorities, salts = int(rng.choice([1, 1, 3])), [None, None, "a", "b"]
+    events: list[Event] = []
+    submitted, most = 0, int(rng.integers(1, 40))
+    # Short lives: what breaks an engine is variety, not length.
+    for _ in range(int(rng.integers(20, 200))):
+        while rng.random() < busy and submitted < most:
+            prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, rng.choice([min(4, longest), longest]) + 1))).tolist()
+            if rng.random() < shared:
+                prefix = prefixes[int(rng.integers(3))]
+                prompt = (prefix[: int(rng.integers(len(prefix) + 1))] + prompt)[:longest]
+            sampling = {
+                "max_tokens": None if rng.random() < 0.2 else int(rng.integers(1, settings["max_model_len"] + 10)),
+                "stop_token_ids": rng.integers(0, VOCAB_SIZE, int(rng.integers(0, 4))).tolist(),
+                "ignore_eos": bool(rng.random() < 0.5),
+                "seed": int(rng.integers(3)) if rng.random() < shared else int(rng.integers(1 << 62)),
+            }
+            options = {
+                "priority": int(rng.integers(priorities)),
+                "timeout": float(rng.choice([0.001, 0.05, 1.0])) if rng.random() < timed else None,
+                "cache_salt": salts[int(rng.integers(4))] if settings["row_order_seed"] % 3 == 0 else None,
+            }
+            events.append(("submit", prompt, sampling, options))
+            submitted += 1
+            if rng.random() < 0.5:
+                break
+        if submitted and rng.random() < abort_rate:
+            events.append(("abort", int(rng.integers(submitted))))
+        if rng.random() < 0.01:
+            events.append(("flush",))
+        events.append(("turn", float(rng.choice([0.0, 0.001, 0.02, 0.3])), bool(rng.random() < 0.3)))
+    return Script(seed, settings, tuple(events))
+
+
+def run(script: Script) -> int:
+    """Plays a life to its end, idle and empty. Returns the steps that were launched."""
+    harness = Harness(**script.settings)
+    requests: list[Any] = []
+    for kind, *given in script.events:
+        if kind == "submit":
+            prompt, sampling, options = given
+            try:
+                requests.append(harness.submit(prompt, options=RequestOptions(**options), **sampling))
+            except QueueFullError:
+                requests.append(None)
+            except InvalidRequestError:
+                fits = harness.num_pages * harness.page_size >= 2 * harness.max_model_len
+                assert not fits or harness.max_model_len <= 2
+                requests.append(None)
+        elif kind == "abort":
+            if given[0] < len(requests) and requests[given[0]] is not None:
+                harness.engine.abort(requests[given[0]])
+        elif kind == "flush":
+            harness.scheduler.flush_cache()
+        else:
+            harness.now += given[0]
+            if given[1]:
+                harness.runner.catch_up()
+            harness.turn()
+    harness.run()
+    return harness.runner.num_launches
+
+
+def fails(script: Script) -> Exception | None:
+    try:
+        run(script)
+    except Exception as error:
+        return error
+    return None
+
+
+def shrink(script: Script) -> Script:
+    """Leaves out events, in ever smaller pieces, as long as the life still fails (Zeller's ddmin, 1999)."""
+    piece = len(script.events) // 2
+    while piece:
+        start = 0
+        while start < len(script.events):
+            shorter = replace(script, events=script.events[:start] + script.events[start + piece :])
+            if fails(shorter):
+                script = shorter
+            else:
+                start += piece
+        piece //= 2
+    return script
+
+
+def simulate(seed: int) -> int:
+    """One life. Returns its steps; an AssertionError names the seed."""
+    try:
+        return run(script_of(seed))
+    except Exception as error:
+        raise AssertionError(f"python -m tests.simulator --seed {seed} replays this: {error}") from error
+
+
+def _simulate_many(seeds: range) -> int:
+    return sum(simulate(seed) for seed in seeds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="replay one life")
+    parser.add_argument("--steps", type=int, default=2_000_000, help="device steps to run")
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1)
+    options = parser.parse_args()
+    if options.seed is not None:
+        script = script_of(options.seed)
+        error = fails(script)
+        print("passes" if error is None else f"{error!r}\n{shrink(script)}")
+        raise SystemExit(error is not None)
+    steps, seed, started, share = 0, options.first_seed, time.monotonic(), 200
+    with multiprocessing.Pool(options.workers) as pool:
+        batches = (range(first, first + share) for first in range(seed, 2**62, share))
+        for done in pool.imap(_simulate_many, batches):
+            steps, seed = steps + done, seed + share
+            if (seed - options.first_seed) % (50 * share) == 0:
+                print(f"{steps:,} steps, seeds {options.first_seed} to {seed - 1}", flush=True)
+            if steps >= options.steps:
+                break
+    spent = time.monotonic() - started
+    print(f"{steps:,} steps, seeds {options.first_seed} to {seed - 1}, {spent:.0f} s: every request as the oracle has it")
+
+
+if __name__ == "__main__":
+    main()
