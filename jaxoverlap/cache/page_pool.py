@@ -35,7 +35,7 @@ class PagePool:
             return
         if pages.min() < 0 or pages.max() >= self.num_pages:
             raise ValueError(f"pages outside 0 … {self.num_pages - 1} freed: {pages}")
-        if self._is_free[pages].any() or len(np.unique(pages)) != len(pages):
+        if self._is_free[pages].any() or len(set(pages.tolist())) != len(pages):
             raise ValueError(f"pages freed twice: {pages}")
         self._is_free[pages] = True
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]

@@ -32,7 +32,9 @@ from jaxoverlap.scheduler.planner import Planner
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.scheduler.state import Counters, SchedulerState
 
-_FINISHING = (RowStatus.STOP, RowStatus.LENGTH, RowStatus.BAD_LOGITS)
+_HAS_TOKEN = np.array([status not in (RowStatus.VOID, RowStatus.BAD_LOGITS) for status in RowStatus])
+_IS_BAD = np.array([status == RowStatus.BAD_LOGITS for status in RowStatus])
+_ENDS = np.array([status not in (RowStatus.RUNNING, RowStatus.VOID) for status in RowStatus])
 _PAUSE = 1.0
 """Seconds between two turns after which the caller was away, and nobody is stuck for that."""
 
@@ -176,17 +178,17 @@ class Scheduler:
         status = result[:, 1]
         same_owner = (rows.generation[plan.rows] == plan.generations) & (rows.request_ids[plan.rows] == plan.request_ids)
         alive = same_owner & ~rows.finished[plan.rows]
-        good = alive & (status != RowStatus.VOID) & (status != RowStatus.BAD_LOGITS)
+        good = alive & _HAS_TOKEN[status]
         rows.last_progress[plan.rows[alive]] = now = self._clock()
         if plan.chunks:
-            self._commit_chunks(plan, alive & (status != RowStatus.BAD_LOGITS), good, now)
+            self._commit_chunks(plan, alive & ~_IS_BAD[status], good, now)
         decoded = good[len(plan.chunks) :]
         rows.written_len[plan.decode_rows[decoded]] += 1
         requests: list[Request] = rows.requests[plan.rows[good]].tolist()
         token_ids: list[int] = result[good, 0].tolist()
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output_ids.append(token_id)
-        for index in np.flatnonzero(alive & np.isin(status, _FINISHING)).tolist():
+        for index in np.flatnonzero(alive & _ENDS[status]).tolist():
             self._finish_as_device_says(rows.requests[plan.rows[index]], RowStatus(int(status[index])))
         return StepOutput(plan.step_id, requests, token_ids, self.take_news())
 
