@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,8 +76,8 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
 def script_of(seed: int) -> Script:
     rng = np.random.default_rng(seed)
     settings = random_settings(rng)
-    # Integrity after every turn costs more than the turn: all of it in one life of four, at the end in the others.
-    settings["check_every_turn"] = bool(rng.random() < 0.25)
+    # Integrity after every turn costs as much as the turn: all of it in one life of eight, at the end in the others.
+    settings["check_every_turn"] = bool(rng.random() < 0.125)
     longest = settings["max_model_len"] - 1
     prefixes = [rng.integers(0, VOCAB_SIZE, int(rng.integers(1, longest + 1))).tolist() for _ in range(3)]
     busy, abort_rate = float(rng.choice([0.05, 0.3, 1.0])), float(rng.choice([0.0, 0.02, 0.2]))
@@ -174,8 +175,24 @@ def simulate(seed: int) -> int:
         raise AssertionError(f"python -m tests.simulator --seed {seed} replays this: {error}") from error
 
 
-def _simulate_many(seeds: range) -> int:
+def simulate_many(seeds: range) -> int:
     return sum(simulate(seed) for seed in seeds)
+
+
+def simulate_until(steps: int, *, first_seed: int, workers: int, report_every: int = 50) -> tuple[int, int, float]:
+    """Lives of consecutive seeds until they come to so many steps. Returns steps, seeds and seconds."""
+    share, done, seeds, started = 100, 0, 0, time.monotonic()
+    # Not forked: the caller may hold locks of jax's threads.
+    with multiprocessing.get_context("spawn").Pool(workers) as pool:
+        running: deque[Any] = deque()
+        while done < steps:
+            while len(running) < 2 * workers:
+                first = first_seed + seeds + share * len(running)
+                running.append(pool.apply_async(simulate_many, (range(first, first + share),)))
+            done, seeds = done + running.popleft().get(), seeds + share
+            if seeds % (report_every * share) == 0:
+                print(f"{done:,} steps, seeds {first_seed} to {first_seed + seeds - 1}", flush=True)
+    return done, seeds, time.monotonic() - started
 
 
 def main() -> None:
@@ -190,17 +207,9 @@ def main() -> None:
         error = fails(script)
         print("passes" if error is None else f"{error!r}\n{shrink(script)}")
         raise SystemExit(error is not None)
-    steps, seed, started, share = 0, options.first_seed, time.monotonic(), 200
-    with multiprocessing.Pool(options.workers) as pool:
-        batches = (range(first, first + share) for first in range(seed, 2**62, share))
-        for done in pool.imap(_simulate_many, batches):
-            steps, seed = steps + done, seed + share
-            if (seed - options.first_seed) % (50 * share) == 0:
-                print(f"{steps:,} steps, seeds {options.first_seed} to {seed - 1}", flush=True)
-            if steps >= options.steps:
-                break
-    spent = time.monotonic() - started
-    print(f"{steps:,} steps, seeds {options.first_seed} to {seed - 1}, {spent:.0f} s: every request as the oracle has it")
+    steps, seeds, spent = simulate_until(options.steps, first_seed=options.first_seed, workers=options.workers)
+    last = options.first_seed + seeds - 1
+    print(f"{steps:,} steps, seeds {options.first_seed} to {last}, {spent:.0f} s: every request as the oracle has it")
 
 
 if __name__ == "__main__":

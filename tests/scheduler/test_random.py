@@ -1,10 +1,11 @@
 """Random traffic on the toy device: whatever happens, every request's tokens are the oracle's.
 
-A failure prints its seed; ``JAXOVERLAP_SIM_SEED=<seed>`` replays it alone, ``JAXOVERLAP_SIM_STEPS`` sets the amount.
+``JAXOVERLAP_SIM_STEPS`` sets the amount; ``python -m tests.simulator --seed N`` replays a failure and shrinks it.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 
 import numpy as np
@@ -13,55 +14,47 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jaxoverlap.errors import InvalidRequestError
-from tests.harness import Harness, random_harness, random_submit
+from jaxoverlap.errors import InvalidRequestError, QueueFullError
+from jaxoverlap.request import RequestOptions
+from tests.fakes import VOCAB_SIZE
+from tests.harness import Harness
+from tests.simulator import Script, fails, run, script_of, shrink, simulate_many, simulate_until
 
-STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "200000"))
-SEED = os.environ.get("JAXOVERLAP_SIM_SEED")
-
-
-def simulate(seed: int) -> int:
-    """One engine's life. Returns the turns it took."""
-    rng = np.random.default_rng(seed)
-    harness = random_harness(rng)
-    # Integrity after every turn costs more than the turn: all of it in one life of four, at the end in the others.
-    harness.check_every_turn = bool(rng.random() < 0.25)
-    busy, abort_rate = float(rng.choice([0.05, 0.3, 1.0])), float(rng.choice([0.0, 0.02, 0.2]))
-    # Short lives: what breaks an engine is variety, not length.
-    most_requests = int(rng.integers(1, 40))
-    for _ in range(int(rng.integers(20, 200))):
-        while rng.random() < busy and len(harness.requests) < most_requests:
-            try:
-                random_submit(harness, rng)
-            except InvalidRequestError:
-                assert harness.max_model_len <= 2 or harness.num_pages * harness.page_size < 2 * harness.max_model_len
-            if rng.random() < 0.5:
-                break
-        if harness.requests and rng.random() < abort_rate:
-            unfinished = [request for request in harness.requests if request.finish_reason is None]
-            victims = unfinished or harness.requests
-            harness.engine.abort(victims[int(rng.integers(len(victims)))])
-        harness.turn()
-    harness.run()
-    return harness.turns
+STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "2000000"))
 
 
 def test_random_traffic_equals_the_oracle_and_leaks_nothing():
-    if SEED is not None:
-        simulate(int(SEED))
-        return
-    turns, seed = 0, 0
-    while turns < STEPS:
-        try:
-            turns += simulate(seed)
-        except Exception as error:
-            raise AssertionError(f"JAXOVERLAP_SIM_SEED={seed} replays this: {error}") from error
-        seed += 1
-    print(f"{turns} turns, seeds 0 to {seed - 1}")
+    steps, seeds, _ = simulate_until(STEPS, first_seed=0, workers=os.cpu_count() or 1)
+    print(f"{steps} steps, {seeds} seeds")
+    assert steps >= STEPS
+
+
+def test_a_seed_is_always_the_same_life():
+    assert script_of(7) == script_of(7)
+    assert run(script_of(7)) == run(script_of(7))
+    assert simulate_many(range(7, 8)) == run(script_of(7))
+
+
+def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch):
+    """A device that forgets one write: a short script is left, and it still fails."""
+    from tests.fakes import ToyRunner
+
+    write = ToyRunner._write
+
+    def forgetful(self, row, position, token):
+        if position != 9:
+            write(self, row, position, token)
+
+    monkeypatch.setattr(ToyRunner, "_write", forgetful)
+    seed = next(seed for seed in range(200) if fails(script_of(seed)))
+    short = shrink(script_of(seed))
+    assert isinstance(short, Script) and fails(short)
+    assert sum(event[0] == "submit" for event in short.events) == 1
+    assert "submit" in str(short)
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """The same by hypothesis, which shrinks a failure to a short script."""
+    """The same by hypothesis, which shrinks a failure in its own way."""
 
     @initialize(
         page_size=st.sampled_from([1, 2, 16]),
@@ -70,8 +63,12 @@ class EngineMachine(RuleBasedStateMachine):
         max_running=st.integers(1, 5),
         budget=st.sampled_from([1, 3, 16, 64]),
         lookahead=st.integers(0, 4),
+        mixed=st.booleans(),
+        cache=st.booleans(),
+        headroom=st.sampled_from([1, 8]),
+        patience=st.sampled_from([0.01, 1.0]),
     )
-    def start(self, page_size, spare, max_model_len, max_running, budget, lookahead):
+    def start(self, page_size, spare, max_model_len, max_running, budget, lookahead, mixed, cache, headroom, patience):
         self.harness = Harness(
             page_size=page_size,
             num_pages=-(-(max_model_len - 1) // page_size) + spare,
@@ -79,13 +76,29 @@ class EngineMachine(RuleBasedStateMachine):
             max_running=max_running,
             max_batched_tokens=budget,
             lookahead=lookahead,
+            settings={
+                "mixed_steps": mixed,
+                "prefix_cache": cache,
+                "headroom": headroom,
+                "max_prompt_wait": patience,
+                "max_queue": 6,
+            },
         )
 
-    @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 4))
-    def submit(self, seed, count):
-        rng = np.random.default_rng(seed)
+    @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 4), like_others=st.booleans(), priority=st.integers(0, 2))
+    def submit(self, seed, count, like_others, priority):
+        rng = np.random.default_rng(3 if like_others else seed)
         for _ in range(count):
-            random_submit(self.harness, rng)
+            limit = self.harness.max_model_len - 1
+            try:
+                self.harness.submit(
+                    rng.integers(0, VOCAB_SIZE, int(rng.integers(1, limit + 1))).tolist(),
+                    max_tokens=int(rng.integers(1, self.harness.max_model_len + 10)),
+                    seed=int(rng.integers(1 << 62)),
+                    options=RequestOptions(priority=priority, timeout=0.2 if seed % 5 == 0 else None),
+                )
+            except (QueueFullError, InvalidRequestError):
+                pass
 
     @precondition(lambda self: self.harness.requests)
     @rule(data=st.data())
@@ -93,9 +106,16 @@ class EngineMachine(RuleBasedStateMachine):
         request = data.draw(st.sampled_from(self.harness.requests[-8:]))
         self.harness.engine.abort(request)
 
-    @rule(count=st.integers(1, 40))
-    def turn(self, count):
+    @rule()
+    def flush(self):
+        self.harness.scheduler.flush_cache()
+
+    @rule(count=st.integers(1, 40), early=st.booleans())
+    def turn(self, count, early):
         for _ in range(count):
+            self.harness.now += 0.003
+            if early:
+                self.harness.runner.catch_up()
             self.harness.turn()
 
     @invariant()
