@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.errors import (
     ConfigError,
+    DeadlineError,
     EngineError,
     InvalidRequestError,
     JaxOverlapError,
     ModelError,
+    QueueFullError,
     UnsupportedError,
 )
-from jaxoverlap.request import FinishReason, SamplingParams
+from jaxoverlap.request import FinishReason, RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import LLM, RequestOutput, StreamDelta
@@ -30,11 +32,14 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "ConfigError",
+    "DeadlineError",
     "EngineError",
     "FinishReason",
     "InvalidRequestError",
     "JaxOverlapError",
     "ModelError",
+    "QueueFullError",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "StreamDelta",

@@ -234,9 +234,9 @@ class ResolvedConfig:
         )
 
 
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: Any, allowed: tuple[str | bool | None, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not allowed; use one of {', '.join(allowed)}")
+        raise ConfigError(f"{name}: {value!r} is not allowed; use one of {', '.join(map(str, allowed))}")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

@@ -17,7 +17,7 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.interrupt import interrupt_deferred
 from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError
-from jaxoverlap.request import FinishReason, Request, RequestOptions, RequestStatus, SamplingParams
+from jaxoverlap.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions, RequestStatus, SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.text.detokenizer import IncrementalDetokenizer
 
@@ -156,8 +156,8 @@ class LLM:
         they finish, with the input's index. An input that can't be served yields its error and disturbs nothing.
 
         Args:
-          inputs: prompt and parameters, and options if need be; drawn lazily. A None, which has no index, means "nothing now": what
-            is in the engine goes on, and after its next step the inputs are asked again.
+          inputs: prompt and parameters, and options if need be; drawn lazily. A None, which has no index, means
+            "nothing now": what is in the engine goes on, and after its next step the inputs are asked again.
           window: inputs in the engine at once; None is four times `max_running`.
         """
         prompts: dict[int, Prompt] = {}
@@ -169,7 +169,7 @@ class LLM:
                     yield None
                     continue
                 index, (prompt, params, *rest) = next(indices), given
-                options = rest[0] if rest else RequestOptions()
+                options = rest[0] if rest else DEFAULT_OPTIONS
                 prompts[index] = prompt
                 try:
                     yield index, self._encode(prompt), params, options
@@ -191,7 +191,7 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         ids = self._checked(prompt, params, "prompt")
-        return self._stream(prompt, ids, params, options or RequestOptions())
+        return self._stream(prompt, ids, params, options or DEFAULT_OPTIONS)
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request reads; returns the number of pages."""

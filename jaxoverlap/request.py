@@ -158,6 +158,9 @@ class RequestOptions:
             raise InvalidRequestError("cache_salt", self.cache_salt, "use a text that is not empty, or leave it out")
 
 
+DEFAULT_OPTIONS = RequestOptions()
+
+
 @dataclass(frozen=True)
 class RequestLimits:
     """What the engine can take, checked before a request gets in.

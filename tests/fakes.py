@@ -82,7 +82,12 @@ class ToyRunner:
     """
 
     def __init__(
-        self, limits: RequestLimits, max_running: int, *, step_seconds: float = 0.0, salted: bool = False,
+        self,
+        limits: RequestLimits,
+        max_running: int,
+        *,
+        step_seconds: float = 0.0,
+        salted: bool = False,
         window: int | None = None,
     ) -> None:
         self.limits, self.step_seconds, self.salted, self.window = limits, step_seconds, salted, window

@@ -8,9 +8,17 @@ import numpy as np
 
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import DeadlineError
-from jaxoverlap.request import FinishReason, Request, RequestLimits, RequestOptions, RequestStatus, SamplingParams
-from jaxoverlap.scheduler.plan import StepOutput
+from jaxoverlap.request import (
+    DEFAULT_OPTIONS,
+    FinishReason,
+    Request,
+    RequestLimits,
+    RequestOptions,
+    RequestStatus,
+    SamplingParams,
+)
 from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.plan import StepOutput
 from tests.fakes import VOCAB_SIZE, ToyRunner, oracle
 
 EOS_IDS = (5, 17)
@@ -48,8 +56,12 @@ class Harness:
             max_prefill_rows=self.max_prefill_rows,
             **self.settings,
         )
-        self.runner = ToyRunner(limits, self.max_running, step_seconds=self.step_seconds, salted=True, window=config.window)
-        self.engine = Engine(config, self.runner, lookahead=self.lookahead, eos_token_ids=EOS_IDS, clock=lambda: self.now)
+        self.runner = ToyRunner(
+            limits, self.max_running, step_seconds=self.step_seconds, salted=True, window=config.window
+        )
+        self.engine = Engine(
+            config, self.runner, lookahead=self.lookahead, eos_token_ids=EOS_IDS, clock=lambda: self.now
+        )
         self.scheduler = self.engine.loop.scheduler
         if self.row_order_seed is not None:
             np.random.default_rng(self.row_order_seed).shuffle(self.scheduler.state.rows.free_rows)
@@ -61,7 +73,7 @@ class Harness:
 
         self.scheduler.state.memory.pool.free = free_and_poison
 
-    def submit(self, prompt: list[int], *, options: RequestOptions = RequestOptions(), **sampling) -> Request:
+    def submit(self, prompt: list[int], *, options: RequestOptions = DEFAULT_OPTIONS, **sampling) -> Request:
         params = SamplingParams(**({"temperature": 0.0, "seed": 1} | sampling))
         request = self.engine.add(prompt, params, options)
         self.requests.append(request)

@@ -88,7 +88,9 @@ def script_of(seed: int) -> Script:
     # Short lives: what breaks an engine is variety, not length.
     for _ in range(int(rng.integers(20, 200))):
         while rng.random() < busy and submitted < most:
-            prompt = rng.integers(0, VOCAB_SIZE, int(rng.integers(1, rng.choice([min(4, longest), longest]) + 1))).tolist()
+            prompt = rng.integers(
+                0, VOCAB_SIZE, int(rng.integers(1, rng.choice([min(4, longest), longest]) + 1))
+            ).tolist()
             if rng.random() < shared:
                 prefix = prefixes[int(rng.integers(3))]
                 prompt = (prefix[: int(rng.integers(len(prefix) + 1))] + prompt)[:longest]

@@ -39,7 +39,7 @@ class CacheNode:
         self.key = key
         self.salt = salt
         self.page = page
-        self.depth = 0 if parent is None else parent.depth + 1
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.children: dict[bytes, CacheNode] = {}
         self.holds = 0
         self.last_used = 0

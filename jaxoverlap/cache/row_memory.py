@@ -194,7 +194,7 @@ class RowMemory:
         self.cache.check_integrity()
         for node in self.cache.nodes():
             locked = sum(child.holds > 0 for child in node.children.values())
-            assert node.holds == locked + holds.get(id(node), 0), "a cached page is held by nobody, or not by its reader"
+            assert node.holds == locked + holds.get(id(node), 0), "the locks on a page are not those of its readers"
         has_row = np.array([node is not None for node in self._nodes])
         outstanding = int(np.maximum(self.promised - self.num_pages, 0)[has_row].sum())
         assert outstanding == self._outstanding <= self.num_available, "promised pages are not there"

@@ -22,9 +22,9 @@ from jaxoverlap.cli.batch_format import (
     refusal_by_engine,
     to_request,
 )
-from jaxoverlap.cli.options import EngineOptions, SamplingOptions
+from jaxoverlap.cli.options import EngineOptions, SamplingOptions, TreatmentOptions
 from jaxoverlap.errors import EngineError, JaxOverlapError
-from jaxoverlap.request import SamplingParams
+from jaxoverlap.request import RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import LLM, Prompt
@@ -62,6 +62,7 @@ def batch(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    treatment: TreatmentOptions,
 ) -> int:
     """Answer a file of requests, in OpenAI's batch format.
 
@@ -84,7 +85,7 @@ def batch(
     Exit codes, over the whole output: 0 all succeeded, 1 some failed, 2 none succeeded or it could not start or go
     on, 130 Ctrl-C.
     """
-    defaults = sampling.values()
+    defaults = sampling.values() | treatment.values()
     settings = engine.settings()
     # A progress bar and the answers would write over each other on a terminal.
     progress = False if target == STANDARD else None
@@ -122,6 +123,7 @@ class Tally:
     succeeded_before: int = 0
     failed_before: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
     started: float = 0.0
 
@@ -137,8 +139,8 @@ class Tally:
         errors = f" ({self.failed_before} of them errors)" if self.failed_before else ""
         return (
             f"{self.succeeded} done, {self.failed} failed, {skipped} skipped{errors} · {self.prompt_tokens} prompt "
-            f"tokens, {self.output_tokens} output tokens · {self.output_tokens / max(seconds, 1e-9):.1f} tokens/s · "
-            f"{seconds:.1f} s"
+            f"tokens ({self.cached_tokens} of them cached), {self.output_tokens} output tokens · "
+            f"{self.output_tokens / max(seconds, 1e-9):.1f} tokens/s · {seconds:.1f} s"
         )
 
 
@@ -219,9 +221,10 @@ class BatchRun:
                 self._outbox.put(place, answer_line(request, result, self._names.shown))
                 self.tally.succeeded += 1
                 self.tally.prompt_tokens += len(result.prompt_token_ids)
+                self.tally.cached_tokens += result.cached_tokens
                 self.tally.output_tokens += len(result.token_ids)
 
-    def _requests(self) -> Iterator[tuple[Prompt, SamplingParams] | None]:
+    def _requests(self) -> Iterator[tuple[Prompt, SamplingParams, RequestOptions] | None]:
         """What the engine draws from; places go by the order of lines, indices by that of requests."""
         index = 0
         for number, line in self._lines:
@@ -236,7 +239,7 @@ class BatchRun:
             if request is not None:
                 self._in_engine[index] = (self._outbox.new_place(), request)
                 index += 1
-                yield request.prompt, request.params
+                yield request.prompt, request.params, request.options
 
     def _take(self, number: int, line: bytes | BadLine) -> BatchRequest | None:
         """A line's request, or None if it was answered before; raises BadLine."""

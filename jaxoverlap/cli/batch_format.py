@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from jaxoverlap.errors import InvalidRequestError, JaxOverlapError, UnsupportedError
-from jaxoverlap.request import FinishReason, SamplingParams
+from jaxoverlap.errors import DeadlineError, InvalidRequestError, JaxOverlapError, UnsupportedError
+from jaxoverlap.request import FinishReason, RequestOptions, SamplingParams
 from jaxoverlap.text.chat_template import check_messages
 
 if TYPE_CHECKING:
@@ -29,14 +29,15 @@ LINE_START = b'{"id": "batch_req_'
 
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
 _SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
-_BODY_FIELDS = ("model", "messages", "prompt", "max_completion_tokens", *_SAMPLING_FIELDS)
+_OPTION_FIELDS = tuple(f.name for f in fields(RequestOptions))
+_BODY_FIELDS = ("model", "messages", "prompt", "max_completion_tokens", *_SAMPLING_FIELDS, *_OPTION_FIELDS)
 
 _UNSUPPORTED = frozenset(
     """
     allowed_token_ids audio bad_words best_of chat_template chat_template_kwargs detokenize documents echo
     frequency_penalty function_call functions guided_choice guided_grammar guided_json guided_regex
     include_stop_str_in_output length_penalty logit_bias logprobs metadata min_tokens modalities n parallel_tool_calls
-    prediction presence_penalty priority prompt_cache_key prompt_logprobs reasoning_effort repetition_penalty
+    prediction presence_penalty prompt_cache_key prompt_logprobs reasoning_effort repetition_penalty
     response_format safety_identifier service_tier stop store stream stream_options structured_outputs suffix
     tool_choice tools top_logprobs truncate_prompt_tokens use_beam_search user verbosity web_search_options
     """.split()  # noqa: SIM905
@@ -73,6 +74,7 @@ class BatchRequest:
     custom_id: str
     prompt: Prompt
     params: SamplingParams
+    options: RequestOptions
     is_chat: bool
     renamed: dict[str, str] = field(default_factory=dict)
 
@@ -81,7 +83,8 @@ class BadLine(Exception):
     """Why a line gets an error for an answer.
 
     Attributes:
-      code: "invalid_line", "duplicate_custom_id", "invalid_request", "unsupported" or "server_error".
+      code: "invalid_line", "duplicate_custom_id", "invalid_request", "unsupported", "timeout" or
+        "server_error".
       custom_id: None where it has none.
       line: its number, from 1, where the custom_id does not tell it.
       status: the HTTP status a server would have given; None where there was no request to answer.
@@ -159,7 +162,7 @@ def to_request(line: dict[str, Any], names: ModelNames, defaults: dict[str, Any]
     Args:
       line: as `parse_line` returns it.
       names: of the model that is served.
-      defaults: sampling parameters for a body that leaves them out.
+      defaults: sampling parameters and request options for a body that leaves them out.
 
     Raises:
       BadLine: it asks for something that can't be done, or in a way that can't be understood.
@@ -176,6 +179,8 @@ def refusal(custom_id: str, error: JaxOverlapError) -> BadLine:
         return BadLine("invalid_request", str(error), custom_id=custom_id, status=400, param=error.field)
     if isinstance(error, UnsupportedError):
         return BadLine("unsupported", str(error), custom_id=custom_id, status=400)
+    if isinstance(error, DeadlineError):
+        return BadLine("timeout", str(error), custom_id=custom_id, status=408)
     return BadLine("server_error", str(error), custom_id=custom_id, status=500)
 
 
@@ -214,12 +219,15 @@ def _to_request(line: dict[str, Any], names: ModelNames, defaults: dict[str, Any
         renamed["max_tokens"] = "max_completion_tokens"
         sampling["max_tokens"] = given["max_completion_tokens"]
     prompt = _messages(given) if is_chat else _prompt(given)
-    request = BatchRequest(line["custom_id"], prompt, SamplingParams(), is_chat, renamed)
+    request = BatchRequest(line["custom_id"], prompt, SamplingParams(), RequestOptions(), is_chat, renamed)
+    sampling_defaults = {name: value for name, value in defaults.items() if name in _SAMPLING_FIELDS}
+    treatment = {name: (defaults | given)[name] for name in _OPTION_FIELDS if name in defaults | given}
     try:
-        params = SamplingParams.from_dict(sampling, **defaults)
+        params = SamplingParams.from_dict(sampling, **sampling_defaults)
+        options = RequestOptions(**treatment)
     except JaxOverlapError as error:
         raise refusal_by_engine(request, error) from error
-    return BatchRequest(request.custom_id, prompt, params, is_chat, renamed)
+    return replace(request, params=params, options=options)
 
 
 def _is_chat(url: Any, body: dict[str, Any]) -> bool:
@@ -284,6 +292,7 @@ def answer_line(request: BatchRequest, output: RequestOutput, model: str) -> byt
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
         },
         "seed": output.seed,
     }

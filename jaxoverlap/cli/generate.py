@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxoverlap.cli import command
-from jaxoverlap.cli.options import EngineOptions, SamplingOptions
+from jaxoverlap.cli.options import EngineOptions, SamplingOptions, TreatmentOptions
 from jaxoverlap.errors import InvalidRequestError
-from jaxoverlap.request import SamplingParams
+from jaxoverlap.request import RequestOptions, SamplingParams
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import LLM, Prompt, RequestOutput, StreamDelta
@@ -56,6 +56,7 @@ def generate(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    treatment: TreatmentOptions,
 ) -> int:
     """Generate text from prompts, and print it as it comes.
 
@@ -68,12 +69,13 @@ def generate(
         raise command.CommandError("--system needs --chat")
     texts = _read_prompts(prompts or ["-"])
     params = SamplingParams(**sampling.values(temperature=0.0, max_tokens=256))
+    options = RequestOptions(**treatment.values())
     settings = engine.settings(**_fitting(texts, chat))
     inputs = [_as_messages(text, system) if chat else text for text in texts]
 
     with command.load_llm(settings, progress=None, quiet=quiet) as llm:
         started = time.perf_counter()
-        streams = [_stream(llm, given, params, index, len(inputs)) for index, given in enumerate(inputs)]
+        streams = [_stream(llm, given, params, options, index, len(inputs)) for index, given in enumerate(inputs)]
         deltas = in_order(streams, together=settings["max_running"])
         outputs = list(_print_json(deltas, texts) if as_json else _print_text(deltas, texts))
         elapsed = time.perf_counter() - started
@@ -138,9 +140,11 @@ def _fitting(texts: list[str], chat: bool) -> dict[str, Any]:
     return fitting
 
 
-def _stream(llm: LLM, prompt: Prompt, params: SamplingParams, index: int, count: int) -> Iterator[StreamDelta]:
+def _stream(
+    llm: LLM, prompt: Prompt, params: SamplingParams, options: RequestOptions, index: int, count: int
+) -> Iterator[StreamDelta]:
     try:
-        return llm.stream(prompt, params)
+        return llm.stream(prompt, params, options)
     except InvalidRequestError as error:
         which = f"prompt {index + 1}: " if count > 1 else ""
         raise command.CommandError(f"{which}{error}") from error
@@ -189,6 +193,7 @@ def _described(output: RequestOutput) -> dict[str, Any]:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
         },
         "seed": output.seed,
         "timings": {

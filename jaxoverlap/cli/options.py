@@ -1,4 +1,5 @@
-"""The options that commands share: one class for the engine's, one for sampling. A command takes an instance of
+"""The options that commands share: one class for the engine's, one for sampling, one for
+how a request is treated. A command takes an instance of
 each, and `expand_groups` shows typer the options inside."""
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.request import SamplingParams
+from jaxoverlap.request import RequestOptions, SamplingParams
 
 _engine = functools.partial(typer.Option, rich_help_panel="Engine", show_default=False)
+_request = functools.partial(typer.Option, rich_help_panel="Request", show_default=False)
 _sampling = functools.partial(typer.Option, rich_help_panel="Sampling", show_default=False)
 
 
@@ -63,9 +65,57 @@ class EngineOptions:
     gpu_memory_fraction: Annotated[
         float | None, _engine(help="Share of the GPU's memory to use, above 0, at most 1. Default: 0.9.")
     ] = None
+    schedule: Annotated[
+        str | None,
+        _engine(
+            metavar="overlap|timeslice|serial",
+            help="overlap launches a step before the last is read, with prompts and decoding rows in one; timeslice "
+            "alternates prefill and decode; serial runs prompts first. Default: overlap.",
+        ),
+    ] = None
     lookahead: Annotated[
         int | None,
-        _engine(help="Launched steps whose results may stay unread: 0 is serial, 1 hides the host's time. Default: 1."),
+        _engine(help="Launched steps whose results may stay unread: 0 is serial. Default: the schedule's, 1 or 0."),
+    ] = None
+    mixed_steps: Annotated[
+        bool | None,
+        _engine(
+            "--mixed-steps/--no-mixed-steps", help="Prompts share steps with decoding rows. Default: the schedule's."
+        ),
+    ] = None
+    max_prefill_streak: Annotated[
+        int | None,
+        _engine(help="Prefill steps between two decode steps, where they are not mixed. Default: the schedule's."),
+    ] = None
+    max_mixed_tokens: Annotated[
+        int | None,
+        _engine(help="Prompt tokens in a step with decoding rows at most. Default: 64 on a CPU, 512 on a GPU."),
+    ] = None
+    decode_wait_ms: Annotated[
+        float | None,
+        _engine(help="Where steps are not mixed: how long decoding rows wait for prefill at most. Default: 300."),
+    ] = None
+    prompt_wait_ms: Annotated[
+        float | None,
+        _engine(help="How long a prompt waits before a younger request makes room for it; inf: never. Default: 2000."),
+    ] = None
+    headroom: Annotated[
+        int | None, _engine(help="Tokens that a request gets at least before it may be preempted. Default: 64.")
+    ] = None
+    prefix_cache: Annotated[
+        bool | None,
+        _engine(
+            "--prefix-cache/--no-prefix-cache",
+            help="Keep what was computed for prompts that begin with it. Default: on, unless every layer of the model "
+            "has a sliding window.",
+        ),
+    ] = None
+    cache_aware_order: Annotated[
+        bool | None,
+        _engine("--cache-aware-order", help="Admit the longest cached prefix first, within --prompt-wait-ms."),
+    ] = None
+    max_queue: Annotated[
+        int | None, _engine(help="Requests that may wait in the engine at most. Default: no limit.")
     ] = None
     attention: Annotated[str | None, _engine(metavar="auto|xla", help="Attention kernels. Default: auto.")] = None
     compile_cache: Annotated[
@@ -135,7 +185,29 @@ class SamplingOptions:
         return values
 
 
-def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class TreatmentOptions:
+    """Fields of `RequestOptions`; None leaves one at its default."""
+
+    priority: Annotated[int | None, _request(help="The lowest value is served first. Default: 0.")] = None
+    timeout: Annotated[
+        float | None, _request(help="Seconds after which a request is ended with an error. Default: never.")
+    ] = None
+    cache_salt: Annotated[str | None, _request(help="Share cached prefixes only with requests of the same salt.")] = (
+        None
+    )
+
+    def values(self) -> dict[str, Any]:
+        """Arguments for `RequestOptions`.
+
+        Raises:
+          InvalidRequestError: a value out of range.
+        """
+        RequestOptions(**_given(self))
+        return _given(self)
+
+
+def _given(options: EngineOptions | SamplingOptions | TreatmentOptions) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if value not in (None, [])}
 
 

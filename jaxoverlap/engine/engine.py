@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxoverlap.engine.loop import OverlapLoop
 from jaxoverlap.errors import EngineError
-from jaxoverlap.request import Request, RequestOptions, SamplingParams
+from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions, SamplingParams
 from jaxoverlap.runtime.result_queue import Runner
-from jaxoverlap.scheduler.plan import StepOutput
 from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.plan import StepOutput
 from jaxoverlap.scheduler.scheduler import Scheduler
 
 
@@ -62,7 +62,7 @@ class Engine:
         self,
         prompt_ids: Sequence[int] | np.ndarray,
         sampling: SamplingParams,
-        options: RequestOptions = RequestOptions(),
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
         """Checks a request and queues it. From here on it will finish.
 

@@ -2,10 +2,10 @@
 
     number of executables = decode buckets + prefill buckets + mixed buckets
                           ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / 16) + 2)
-                            + (log4(max_running) + 1) * (log4(max_mixed_tokens / 16) + 2)
+                            + log4(max_running) * (log4(max_mixed_tokens / 16) + 2)
 
 Mixed steps are there while prompts come in, so they make do with coarser buckets: powers of four, downward from
-the limits.
+the limits, and no fewer than four decoding rows where there may be more.
 
 The context is in no shape: attention follows the true lengths with loops whose bounds are data.
 """
@@ -55,7 +55,7 @@ class Buckets:
         if config.mixed_steps and config.max_running > 1:
             most = min(config.max_mixed_tokens, config.max_batched_tokens)
             self.mixed_tokens = _every_other(_sizes(min(smallest, most), most))
-        self.mixed_rows = _every_other(_sizes(1, config.max_running))
+        self.mixed_rows = _every_other(_sizes(min(4, config.max_running), config.max_running))
 
     def __iter__(self) -> Iterator[StepShape]:
         for tokens in self.prefill_tokens:
@@ -89,7 +89,7 @@ def _sizes(smallest: int, largest: int) -> list[int]:
 
 
 def _every_other(sizes: list[int]) -> list[int]:
-    """With the largest; and the smallest only if it falls so."""
+    """Downward from the largest."""
     return sizes[::-2][::-1]
 
 

@@ -22,8 +22,8 @@ from jaxoverlap.runtime.buckets import Buckets, StepShape
 from jaxoverlap.runtime.packing import pack, packed_size
 from jaxoverlap.runtime.row_state import KVPages, RowState
 from jaxoverlap.runtime.step import DeviceStep
-from jaxoverlap.scheduler.plan import StepPlan
 from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from jaxoverlap.scheduler.plan import PrefillChunk, StepPlan
 from jaxoverlap.scheduler.policy import StepView, choose_step, choose_victims, chunk_len, order_by_prefix
 from jaxoverlap.scheduler.state import SchedulerState
 
+_NOBODY = (-1, 0)
 _NO_ROWS = np.empty(0, dtype=np.int32)
 _LOOK_AHEAD = 32
 """Requests of the queue among which `cache_aware_order` chooses."""
@@ -24,7 +25,7 @@ class Planner:
         self._next_step_id = 0
         self._prefill_streak = 0
         self._last_decode = -np.inf
-        self._refused: tuple[int, int] | None = None  # a request, and how many pages were not enough for it
+        self._refused = _NOBODY  # a request, and how many pages were not enough for it
         self._next_try = -np.inf
         self._room_for: Request | None = None  # rows were preempted for it, so it gets what came free
 
@@ -89,7 +90,7 @@ class Planner:
         if short > 0:
             for row in choose_victims(state.running_views(), short):
                 state.leave(state.rows.requests[row])
-        requests = state.rows.requests
+        requests: list[Request] = state.rows.requests.tolist()
         by_age = sorted(
             (row for row in beyond.tolist() if not state.rows.leaving[row]),
             key=lambda row: (requests[row].priority, requests[row].request_id),
@@ -153,10 +154,10 @@ class Planner:
         request = self._next_in_queue(now) if free_row else state.waiting.head()
         assert request is not None
         left_over = state.memory.num_unpromised
-        hopeless = self._refused is not None and self._refused[0] == request.request_id and left_over <= self._refused[1]
-        if free_row and not hopeless:
+        refused_id, not_enough = self._refused
+        if free_row and not (refused_id == request.request_id and left_over <= not_enough):
             if state.take_row(request, now):
-                self._refused = self._room_for = None
+                self._refused, self._room_for = _NOBODY, None
                 return True
             self._refused = (request.request_id, left_over)
         wait = state.config.max_prompt_wait

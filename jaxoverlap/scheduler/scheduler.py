@@ -176,7 +176,9 @@ class Scheduler:
         rows = self.state.rows
         rows.in_flight[plan.rows] -= 1
         status = result[:, 1]
-        same_owner = (rows.generation[plan.rows] == plan.generations) & (rows.request_ids[plan.rows] == plan.request_ids)
+        same_owner = (rows.generation[plan.rows] == plan.generations) & (
+            rows.request_ids[plan.rows] == plan.request_ids
+        )
         alive = same_owner & ~rows.finished[plan.rows]
         good = alive & _HAS_TOKEN[status]
         rows.last_progress[plan.rows[alive]] = now = self._clock()

@@ -1,6 +1,6 @@
 """Who is where: the rows, their memory, the queue. Shared by the parts of the scheduler, and owned by it.
 
-    waiting ──take_row──► running (prefilling → decoding) ──leave──► leaving ──retire──► finished, or waiting again
+waiting ──take_row──► running (prefilling → decoding) ──leave──► leaving ──retire──► finished, or waiting again
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ class SchedulerState:
             used = rows.decoding[row] and rows.planned_len[row] >= rows.promised_len[row]
             long_enough = running_until is None or request.running_since <= running_until
             pages = self.memory.releasable(row)
-            views.append(
-                RunningView(row, request.priority, request.request_id, pages, bool(used and long_enough))
-            )
+            views.append(RunningView(row, request.priority, request.request_id, pages, bool(used and long_enough)))
         return views
 
     def pages_on_their_way(self) -> int:

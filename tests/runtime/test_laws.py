@@ -56,7 +56,7 @@ def test_padded_rows_touch_no_slot_and_no_row():
 
 def test_padded_prompt_tokens_touch_no_slot_and_no_row():
     engine, runner = make_engine(lookahead=0)
-    engine.add([9] * 16, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
+    other = engine.add([9] * 16, SamplingParams(temperature=0, max_tokens=30, ignore_eos=True))
     engine.step()  # page 0 and row 0 are somebody else's, so that a stray write to them shows
     engine.add([7] * 19, SamplingParams(temperature=0, max_tokens=9))
     before = device_bytes(runner)
@@ -69,6 +69,10 @@ def test_padded_prompt_tokens_touch_no_slot_and_no_row():
         for p in range(19)
         for layer in range(CONFIG.num_layers)
     }
+    # The same step decodes one token of the other request, in the first slot of its second page.
+    assert plan.decode_rows.tolist() == [other.row]
+    page = int(engine.loop.scheduler.state.memory.page_table[other.row, 1])
+    slots |= {(layer * engine.limits.num_pages + page) * size for layer in range(CONFIG.num_layers)}
     assert changed_slots(before, after, "k") == slots
 
 

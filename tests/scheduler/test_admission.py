@@ -61,15 +61,22 @@ def test_rows_that_cross_a_page_boundary_in_one_step_always_get_their_pages():
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_promised_pages_are_exactly_what_a_request_of_full_length_takes(page_size, lookahead):
+    """B040: the forecast in pages counts KV positions, and the last token has none."""
+    settings = {"headroom": 1000, "prefix_cache": False}
     for prompt_len in (*range(1, 40), 63, 64, 65):
-        harness = Harness(page_size=page_size, num_pages=300, lookahead=lookahead, check_every_turn=False)
+        harness = Harness(
+            page_size=page_size, num_pages=300, lookahead=lookahead, check_every_turn=False, settings=settings
+        )
         request = harness.submit([1] * prompt_len, max_tokens=34, ignore_eos=True)
-        freed = []
-        free = harness.scheduler.state.memory.pool.free
-        harness.scheduler.state.memory.pool.free = lambda pages, free=free, freed=freed: freed.append(len(pages)) or free(pages)
+        memory, freed = harness.scheduler.state.memory, []
+        harness.turn()
+        promised = int(memory.promised[request.row])
+        free = memory.pool.free
+        memory.pool.free = lambda pages, free=free, freed=freed: freed.append(len(pages)) or free(pages)
         harness.run()
         limits = harness.scheduler.config.limits
-        assert freed == [limits.pages_for(prompt_len, request.max_tokens)] == [-(-(prompt_len + 33) // page_size)]
+        assert freed == [promised] == [limits.pages_for(prompt_len, request.max_tokens)]
+        assert promised == -(-(prompt_len + 33) // page_size)
 
 
 @pytest.mark.parametrize(

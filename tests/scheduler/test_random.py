@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import contextlib
 import os
 
 import numpy as np
@@ -85,20 +85,20 @@ class EngineMachine(RuleBasedStateMachine):
             },
         )
 
-    @rule(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 4), like_others=st.booleans(), priority=st.integers(0, 2))
+    @rule(
+        seed=st.integers(0, 2**32 - 1), count=st.integers(1, 4), like_others=st.booleans(), priority=st.integers(0, 2)
+    )
     def submit(self, seed, count, like_others, priority):
         rng = np.random.default_rng(3 if like_others else seed)
         for _ in range(count):
             limit = self.harness.max_model_len - 1
-            try:
+            with contextlib.suppress(QueueFullError, InvalidRequestError):
                 self.harness.submit(
                     rng.integers(0, VOCAB_SIZE, int(rng.integers(1, limit + 1))).tolist(),
                     max_tokens=int(rng.integers(1, self.harness.max_model_len + 10)),
                     seed=int(rng.integers(1 << 62)),
                     options=RequestOptions(priority=priority, timeout=0.2 if seed % 5 == 0 else None),
                 )
-            except (QueueFullError, InvalidRequestError):
-                pass
 
     @precondition(lambda self: self.harness.requests)
     @rule(data=st.data())

@@ -140,8 +140,8 @@ def test_a_prompt_in_chunks_gives_one_first_token_after_the_last_chunk(lookahead
 
 def test_no_step_is_wasted_on_the_tail_of_a_prompt():
     harness = Harness(max_batched_tokens=64, lookahead=0)
-    for _ in range(2):
-        harness.submit(list(range(90)) + list(range(10)), max_tokens=1)
+    for first in (0, 50):
+        harness.submit([(first + i) % 90 for i in range(100)], max_tokens=1)
     plans = []
     launch = harness.runner.launch
     harness.runner.launch = lambda plan: plans.append([len(c.token_ids) for c in plan.chunks]) or launch(plan)
@@ -157,15 +157,16 @@ def test_long_prompts_in_chunks_do_not_disturb_first_tokens_of_others():
 
 
 def test_decoding_rows_wait_for_a_bounded_number_of_prefill_steps():
-    harness = Harness(max_batched_tokens=16, max_model_len=700, num_pages=200, lookahead=1)
+    settings = {"mixed_steps": False, "max_prefill_streak": 4}
+    harness = Harness(max_batched_tokens=16, max_model_len=700, num_pages=200, lookahead=1, settings=settings)
     decoding = harness.submit(PROMPT, max_tokens=40, ignore_eos=True)
     harness.turn()
-    for _ in range(3):
-        harness.submit([1] * 600, max_tokens=2)
+    for first in range(3):
+        harness.submit([first] * 600, max_tokens=2)
     longest = gap = 0
     while decoding.finish_reason is None:
         output = harness.turn()
         gap = 0 if decoding in output.requests else gap + 1
         longest = max(longest, gap)
-    assert longest <= harness.scheduler.config.max_prefill_streak
+    assert longest == 4
     harness.run()
