@@ -37,7 +37,7 @@ class TimedDevice:
 
     def __init__(self, config: SchedulerConfig, step_seconds: float) -> None:
         self.step_seconds = step_seconds
-        self.buckets = Buckets(config.max_running, config.max_batched_tokens, config.max_prefill_rows)
+        self.buckets = Buckets(config)
         self.num_rows = config.max_running
         self.pages_per_row = -(-config.limits.max_model_len // config.limits.page_size)
         self.num_outputs = np.zeros(config.max_running, dtype=np.int32)

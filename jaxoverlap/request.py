@@ -51,6 +51,21 @@ class RequestStatus(enum.StrEnum):
     FINISHED = "finished"
 
 
+def _check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
+    good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    try:
+        good = good and math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        good = False
+    if not good or not low <= value <= high or (low_open and value == low):
+        raise InvalidRequestError(name, value, f"use {allowed}")
+
+
+def _check_int(name: str, value: Any, low: int, high: int, allowed: str) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(name, value, f"use {allowed}")
+
+
 _KNOWN_ELSEWHERE = frozenset(
     """
     n best_of min_tokens stop include_stop_str_in_output logprobs prompt_logprobs top_logprobs logit_bias
@@ -302,18 +317,3 @@ class Request:
     @property
     def committed_len(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
-
-
-def _check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
-    good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    try:
-        good = good and math.isfinite(value)
-    except OverflowError:  # an integer beyond the largest float
-        good = False
-    if not good or not low <= value <= high or (low_open and value == low):
-        raise InvalidRequestError(name, value, f"use {allowed}")
-
-
-def _check_int(name: str, value: Any, low: int, high: int, allowed: str) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequestError(name, value, f"use {allowed}")
