@@ -11,8 +11,8 @@ from jaxoverlap.engine.engine import Engine
 from jaxoverlap.request import RequestLimits, SamplingParams
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.packing import pack
-from jaxoverlap.scheduler.plan import RowStatus, StepPlan
 from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.plan import RowStatus, StepPlan
 
 VOCAB_SIZE = 1000
 _SPIN_SECONDS = 0.0003

@@ -18,7 +18,7 @@ from jaxoverlap.request import (
     SamplingParams,
 )
 from jaxoverlap.scheduler.config import SchedulerConfig
-from jaxoverlap.scheduler.plan import StepOutput
+from jaxoverlap.scheduler.plan import StepOutput, StepPlan
 from tests.fakes import VOCAB_SIZE, ToyRunner, oracle
 
 EOS_IDS = (5, 17)
@@ -43,9 +43,12 @@ class Harness:
     """The scheduler's clock."""
     check_every_turn: bool = True
     turns: int = 0
+    plans: list[StepPlan] = field(default_factory=list)
+    """Launched so far."""
     requests: list[Request] = field(default_factory=list)
     delivered: dict[int, list[int]] = field(default_factory=dict)
     terminal: dict[int, int] = field(default_factory=dict)
+    _timed: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         limits = RequestLimits(VOCAB_SIZE, self.max_model_len, self.page_size, self.num_pages)
@@ -65,13 +68,14 @@ class Harness:
         self.scheduler = self.engine.loop.scheduler
         if self.row_order_seed is not None:
             np.random.default_rng(self.row_order_seed).shuffle(self.scheduler.state.rows.free_rows)
-        free = self.scheduler.state.memory.pool.free
+        free, launch = self.scheduler.state.memory.pool.free, self.runner.launch
 
         def free_and_poison(pages: np.ndarray) -> None:
             free(pages)
             self.runner.poison(pages)
 
         self.scheduler.state.memory.pool.free = free_and_poison
+        self.runner.launch = lambda plan: self.plans.append(plan) or launch(plan)
 
     def submit(self, prompt: list[int], *, options: RequestOptions = DEFAULT_OPTIONS, **sampling) -> Request:
         params = SamplingParams(**({"temperature": 0.0, "seed": 1} | sampling))
@@ -79,11 +83,21 @@ class Harness:
         self.requests.append(request)
         self.delivered[request.request_id] = []
         self.terminal[request.request_id] = 0
+        if request.deadline is not None:
+            self._timed.append(request)
         return request
 
     def turn(self) -> StepOutput:
         output = self.engine.step()
         self.turns += 1
+        self._receive(output)
+        self._timed = [request for request in self._timed if request.status != RequestStatus.FINISHED]
+        assert all(request.deadline > self.now for request in self._timed), "a deadline has passed and nobody noticed"
+        if self.check_every_turn:
+            self.scheduler.check_integrity()
+        return output
+
+    def _receive(self, output: StepOutput) -> None:
         for request, token in zip(output.requests, output.token_ids, strict=True):
             assert self.terminal[request.request_id] == 0, "a token after the end"
             self.delivered[request.request_id].append(token)
@@ -91,9 +105,18 @@ class Harness:
             self.terminal[request.request_id] += 1
             assert self.terminal[request.request_id] == 1, "two terminal events"
             self.check_outcome(request)
-        if self.check_every_turn:
-            self.scheduler.check_integrity()
-        return output
+
+    def preempt(self, request: Request) -> None:
+        """Takes its row away, as making room does; the request goes on by itself."""
+        assert request.row is not None and not self.scheduler.state.rows.leaving[request.row]
+        self.scheduler.state.leave(request)
+
+    def drain(self) -> None:
+        """Commits what is in flight and retires, without planning anything new."""
+        while self.engine.loop.in_flight:
+            self._receive(self.scheduler.commit(*self.engine.loop.in_flight.pop()))
+        self.scheduler.retire()
+        self.scheduler.check_integrity()
 
     def run(self, max_turns: int = 20_000) -> None:
         """To the end, and checks that everything is back."""

@@ -43,8 +43,8 @@ def llm(monkeypatch):
         if not llm._closed and not llm.engine.has_failed:
             assert not llm.engine.has_work
             assert not llm._waiters
-            pool = llm.engine.loop.scheduler.state.memory.pool
-            assert pool.num_free == pool.num_pages
+            memory = llm.engine.loop.scheduler.state.memory
+            assert memory.num_available == memory.pool.num_pages
 
 
 def words(ids):

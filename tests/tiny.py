@@ -78,7 +78,7 @@ def drain(engine: Engine) -> None:
     while engine.has_work:
         engine.step()
         engine.loop.scheduler.check_integrity()
-    assert engine.loop.scheduler.state.memory.pool.num_free == engine.limits.num_pages
+    assert engine.loop.scheduler.state.memory.num_available == engine.limits.num_pages
 
 
 def random_requests(engine: Engine, seed: int, count: int, **fixed: Any) -> list[Request]:

@@ -64,7 +64,8 @@ def test_text_and_chat_are_answered_as_the_model_would(cli, tmp_path):
     body = text["response"]["body"]
     assert body["choices"][0]["text"] == tokenizer.decode(outputs) and str(reason) == "length"
     assert body["choices"][0]["finish_reason"] == "length" and body["model"] == "toy"
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8}
+    cached = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 5, "total_tokens": 8} | cached
 
     outputs, _ = oracle([1, 2, 3], 5, [toy.EOS_ID], salt=1)
     assert ids["response"]["body"]["choices"][0]["text"] == tokenizer.decode(outputs)
@@ -194,8 +195,8 @@ def run_in_memory(monkeypatch, items, max_held):
         names = ModelNames.of("toy", None)
         run = BatchRun(output.source(items), output, names=names, defaults={}, max_held=max_held)
         run.run(llm)
-        pool = llm.engine.loop.scheduler.state.memory.pool
-        assert pool.num_free == pool.num_pages
+        memory = llm.engine.loop.scheduler.state.memory
+        assert memory.num_available == memory.pool.num_pages
     assert len(output.lines) == len(items) and run.tally.succeeded + run.tally.failed == len(items)
     return output
 

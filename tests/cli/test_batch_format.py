@@ -172,7 +172,7 @@ def test_a_byte_order_mark_and_carriage_returns_are_no_matter():
 def output(reason: FinishReason):
     from jaxoverlap.llm import RequestOutput
 
-    return RequestOutput("p", [1, 2], "é\u2028", [7, 8, 9], reason, None, 2**63 + 1, None, 0.1, 0.2, 0.3)
+    return RequestOutput("p", [1, 2], "é\u2028", [7, 8, 9], reason, None, 2**63 + 1, None, 1, 0, 0.1, 0.2, 0.3)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,8 @@ def test_an_answer(reason, said):
     body = item["response"]["body"]
     message = {"role": "assistant", "content": "é\u2028"}
     assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": said}]
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}
+    cached = {"prompt_tokens_details": {"cached_tokens": 1}}
+    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5} | cached
     assert (body["object"], body["model"], body["seed"]) == ("chat.completion", "toy", 2**63 + 1)
 
     body = json.loads(answer_line(request(prompt="x"), output(reason), "toy"))["response"]["body"]

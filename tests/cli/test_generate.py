@@ -60,7 +60,8 @@ def test_json(cli):
     assert [first["index"], second["index"]] == [0, 1] and second["prompt"] == "bb"
     assert second["text"] == answer_to("bb", 5) and len(second["token_ids"]) == 5
     assert second["finish_reason"] == "length" and second["seed"] == 7
-    assert second["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7}
+    cached = {"prompt_tokens_details": {"cached_tokens": 0}}
+    assert second["usage"] == {"prompt_tokens": 2, "completion_tokens": 5, "total_tokens": 7} | cached
     assert 0 <= second["timings"]["first_token_seconds"] <= second["timings"]["total_seconds"]
 
 

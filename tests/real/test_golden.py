@@ -70,5 +70,5 @@ def test_streams_may_be_drawn_in_turn_and_left(llm):
     got.append(heads[1].token_ids + [i for delta in second for i in delta.token_ids])
     assert got == [item["output_ids"][:24] for item in ITEMS[:2]]
     assert not llm.engine.has_work
-    pool = llm.engine.loop.scheduler.state.memory.pool
-    assert pool.num_free == pool.num_pages
+    memory = llm.engine.loop.scheduler.state.memory
+    assert memory.num_available == memory.pool.num_pages

@@ -13,7 +13,7 @@ from jaxoverlap.errors import ConfigError, UnsupportedError
 from jaxoverlap.runtime import compile_cache
 from jaxoverlap.runtime.buckets import Buckets, StepShape
 from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
-from tests.tiny import make_runner
+from tests.tiny import make_runner, scheduler_config
 
 GIB = 2**30
 
@@ -59,7 +59,9 @@ def test_kernels_that_are_not_built_are_refused_by_name(attention):
 @pytest.mark.parametrize("budget", [1, 100, 512, 2048])
 def test_the_number_of_executables_is_bounded_by_the_documented_formula(max_running, budget):
     prefill = math.log2(max(budget / 16, 1)) + 2
-    assert len(list(Buckets(max_running, budget, 16))) <= math.log2(max_running) + 2 + prefill
+    mixed = math.log(max_running, 4) * (math.log(max(min(budget, 64) / 16, 1), 4) + 2)
+    shapes = list(Buckets(scheduler_config(max_running=max_running, max_batched_tokens=budget)))
+    assert len(shapes) == len(set(shapes)) <= math.log2(max_running) + 2 + prefill + mixed
 
 
 def test_a_second_start_finds_its_steps_compiled(tmp_path):
