@@ -17,6 +17,8 @@ the further in (7 at position 6,000), so that it never costs more than 64 tokens
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -25,8 +27,10 @@ import numpy as np
 
 from benchmarks import report
 from jaxoverlap import LLM, SamplingParams
+from jaxoverlap.config import PRESETS
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.request import Request
+from jaxoverlap.runtime.buckets import Buckets
 
 ROWS = 8
 
@@ -46,14 +50,10 @@ class Watch:
         for request in output.requests:
             self.times.setdefault(request.request_id, []).append(now)
 
-    def gaps(self, requests: Sequence[Request], start: float, end: float) -> np.ndarray:
-        """Seconds between tokens, of gaps that were open at some time from `start` to `end`."""
-        found = []
-        for request in requests:
-            times = np.array(self.times[request.request_id])
-            overlaps = (times[1:] > start) & (times[:-1] < end)
-            found.append(np.diff(times)[overlaps])
-        return np.concatenate(found)
+    def gaps(self, requests: Sequence[Request]) -> np.ndarray:
+        """When each gap between two tokens began and ended, float64 [n, 2]."""
+        times = [np.array(self.times[request.request_id]) for request in requests]
+        return np.concatenate([np.stack([one[:-1], one[1:]], axis=1) for one in times])
 
 
 def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -71,24 +71,27 @@ def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Gener
     steps = watch.steps
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     prompt = engine.add(rng.integers(100, vocab, prompt_len), params)
+    counters, done = engine.loop.scheduler.counters, []
+    computed = counters.computed_tokens
     while not prompt.output_ids:
         watch.step()
-    first_token = time.perf_counter()
+        done.append((counters.computed_tokens - computed, time.perf_counter()))
+    first_token = watch.times[prompt.request_id][0]
     steps = watch.steps - steps
     lengths = [request.committed_len for request in rows]
     for _ in range(quiet_steps):
         watch.step()
-    ended = time.perf_counter()
     for request in rows:
         engine.abort(request)
     while engine.has_work:
         watch.step()
     engine.loop.scheduler.flush_cache()
     assert all(not request.num_preemptions for request in rows), "a row was preempted; the pool is too small"
+    begins, ends = watch.gaps(rows).T
     phases = {
-        "before": watch.gaps(rows, started, arrived - 1e-3),
-        "during": watch.gaps(rows, arrived, first_token - 1e-3),
-        "after": watch.gaps(rows, first_token + 1e-3, ended),
+        "before": (ends - begins)[(begins >= started) & (ends <= arrived)],
+        "during": (ends - begins)[(ends > arrived) & (begins < first_token)],
+        "after": (ends - begins)[begins >= first_token],
     }
     result: dict[str, Any] = {
         "steps": steps,
@@ -98,24 +101,30 @@ def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Gener
     for name, gaps in phases.items():
         for label, value in (("p50", np.quantile(gaps, 0.5)), ("p99", np.quantile(gaps, 0.99)), ("max", gaps.max())):
             result[f"{name} {label} ms"] = 1e3 * float(value)
+    position, when = np.array(done).T
+    taken = np.diff(when, prepend=arrived)
+    eighths = np.minimum(8 * (position - 1) // prompt_len, 7)
+    result["turn by eighth ms"] = [
+        float(1e3 * np.median(taken[eighths == i])) for i in range(8) if (eighths == i).any()
+    ]
     result["ratio"] = result["during p99 ms"] / result["before p99 ms"]
     result["over after"] = result["during p99 ms"] / result["after p99 ms"]
     return result
 
 
-def measure(schedule: str, mixed: int | None, args: Any) -> dict[str, Any]:
-    rng = np.random.default_rng(0)
-    pages = (9 * args.prompt_len + ROWS * 2000) // 16
-    with LLM(
-        schedule=schedule,
+def engine_of(llm: LLM, schedule: str, mixed: int) -> Engine:
+    """Another engine on the same model and memory, with every step it may need compiled."""
+    preset = PRESETS[schedule]
+    config = dataclasses.replace(
+        llm.resolved.scheduler,
+        mixed_steps=preset.mixed_steps,
+        max_prefill_streak=preset.max_prefill_streak,
         max_mixed_tokens=mixed,
-        max_running=ROWS + 1,
-        max_model_len=8192,
-        num_pages=min(pages, 2600),
-        progress=False,
-    ) as llm:
-        play(llm.engine, 700, 10, rng)
-        return {"schedule": schedule, "mixed tokens": mixed or "", **play(llm.engine, args.prompt_len, args.quiet, rng)}
+    )
+    llm.runner.buckets = Buckets(config)
+    for shape in llm.runner.buckets:
+        llm.runner.executable(shape)
+    return Engine(config, llm.runner, lookahead=preset.lookahead, eos_token_ids=llm.engine.eos_token_ids)
 
 
 def main() -> None:
@@ -123,27 +132,42 @@ def main() -> None:
     options.add_argument("--prompt-len", type=int, default=6000)
     options.add_argument("--quiet", type=int, default=150, help="steps without the prompt, before and after")
     options.add_argument("--mixed", type=int, nargs="*", default=[64, 32, 16], help="max_mixed_tokens of overlap")
-    options.add_argument("--schedules", nargs="*", default=["serial", "timeslice", "overlap"])
+    options.add_argument("--schedules", nargs="*", default=["overlap", "serial", "timeslice"])
     args = options.parse_args()
-    cases = [(schedule, None) for schedule in args.schedules if schedule != "overlap"]
-    if "overlap" in args.schedules:
-        cases += [("overlap", mixed) for mixed in args.mixed]
+    logging.getLogger("jaxoverlap.runtime.runner").setLevel(logging.ERROR)  # compiling later is what `engine_of` is for
+    cases = []
+    for schedule in args.schedules:
+        cases += [(schedule, mixed) for mixed in (args.mixed if schedule == "overlap" else [max(args.mixed)])]
     rows = []
-    for schedule, mixed in cases:
-        rows.append(measure(schedule, mixed, args))
-        print(rows[-1], flush=True)
+    with LLM(max_running=ROWS + 1, max_model_len=8192, num_pages=2600, progress=False) as llm:
+        for schedule, mixed in cases:
+            engine, rng = engine_of(llm, schedule, mixed), np.random.default_rng(0)
+            play(engine, 700, 10, rng)
+            outcome = play(engine, args.prompt_len, args.quiet, rng)
+            rows.append({"schedule": schedule, "mixed tokens": mixed if schedule == "overlap" else "", **outcome})
+            report.write(args.json, "long_prompt", {"rows": rows})  # a run takes long; what is there is kept
     title = f"{args.prompt_len} prompt tokens among {ROWS} decoding rows, SmolLM2-135M"
     kept = ("schedule", "mixed tokens", "steps", "first token s", "row length", "ratio", "over after")
     report.show(title, [{name: row[name] for name in kept} for row in rows], "bar for overlap: ratio ≤ 2.0")
     phases = [
         {
             "schedule": f"{row['schedule']} {row['mixed tokens']}",
-            **{name.removesuffix(" ms"): value for name, value in row.items() if name.endswith(" ms")},
+            **{
+                name.removesuffix(" ms"): value
+                for name, value in row.items()
+                if name.endswith(" ms") and "turn" not in name
+            },
         }
         for row in rows
     ]
     report.show("Gaps between tokens of a decoding row, ms", phases)
-    report.write(args.json, "long_prompt", {"rows": rows})
+    depths = [
+        {"schedule": phase["schedule"], **{f"{i + 1}/8": value for i, value in enumerate(row["turn by eighth ms"])}}
+        for phase, row in zip(phases, rows, strict=True)
+        if len(row["turn by eighth ms"]) == 8
+    ]
+    if depths:
+        report.show("Median turn of the engine by how far into the prompt it is, ms", depths)
 
 
 if __name__ == "__main__":

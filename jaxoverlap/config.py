@@ -68,7 +68,7 @@ class EngineConfig:
       decode_wait_ms: where steps are not mixed, prefill gives way once decoding rows have waited so long.
       prompt_wait_ms: once the first in the queue has waited so long, a younger request that had its turn is preempted
         for it. Infinity never does that.
-      headroom: tokens that a request gets at least before it may be preempted; doubled each time.
+      headroom: tokens that a request gets at least before it may be preempted; doubled by the first three times.
       prefix_cache: keep the KV of what was computed for prompts that begin with it. None is on, except for models
         whose every layer has a sliding window: there pages that fall out of it are freed instead.
       cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`.

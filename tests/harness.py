@@ -95,7 +95,14 @@ class Harness:
         assert all(request.deadline > self.now for request in self._timed), "a deadline has passed and nobody noticed"
         if self.check_every_turn:
             self.scheduler.check_integrity()
+            self._check_salts()
         return output
+
+    def _check_salts(self) -> None:
+        """No token tells who read whose pages, so the oracle can't."""
+        state = self.scheduler.state
+        for request in state.running.values():
+            assert state.memory.node_of(request.row).salt == request.cache_salt, "pages of another salt are read"
 
     def _receive(self, output: StepOutput) -> None:
         for request, token in zip(output.requests, output.token_ids, strict=True):

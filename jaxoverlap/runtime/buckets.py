@@ -53,7 +53,7 @@ class Buckets:
         self.prefill_tokens = _sizes(smallest, config.max_batched_tokens)
         self.mixed_tokens: list[int] = []
         if config.mixed_steps and config.max_running > 1:
-            most = min(config.max_mixed_tokens, config.max_batched_tokens)
+            most = config.mixed_budget
             self.mixed_tokens = _every_other(_sizes(min(smallest, most), most))
         self.mixed_rows = _every_other(_sizes(min(4, config.max_running), config.max_running))
 

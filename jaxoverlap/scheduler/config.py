@@ -25,7 +25,8 @@ class SchedulerConfig:
       max_decode_wait: where steps are not mixed, no prefill step starts once a decoding row has waited so long.
       max_prompt_wait: once the first in the queue has waited so long, younger rows that had their turn make room;
         infinity never preempts for those who wait.
-      headroom: tokens that an admission is good for at least, before the row may be preempted; doubled each time.
+      headroom: tokens that an admission is good for at least, before the row may be preempted; doubled by each of the
+        first three preemptions.
       prefix_cache: keep the KV of what was computed, for prompts that begin with it.
       cache_aware_order: admit the longest cached prefix first, as long as the first in the queue has not waited
         `max_prompt_wait`.
@@ -56,9 +57,13 @@ class SchedulerConfig:
         return -(-self.limits.max_model_len // self.limits.page_size)
 
     @property
+    def mixed_budget(self) -> int:
+        return min(self.max_mixed_tokens, self.max_batched_tokens)
+
+    @property
     def max_mixed_chunks(self) -> int:
         """Prompts in a step with decoding rows: each costs a row of logits, so not as many as there are tokens."""
-        return max(1, min(self.max_prefill_rows, self.max_mixed_tokens // 16))
+        return max(1, min(self.max_prefill_rows, self.mixed_budget // 16))
 
     @property
     def frees_window(self) -> bool:

@@ -104,7 +104,7 @@ class Planner:
     def _plan_chunks(self, now: float, *, beside_decode: bool) -> tuple[PrefillChunk, ...]:
         """Fills the token budget: prompts under way first, then new ones; the last is cut to fit."""
         config = self._state.config
-        budget: float = config.max_mixed_tokens if beside_decode else config.max_batched_tokens
+        budget: float = config.mixed_budget if beside_decode else config.max_batched_tokens
         most = config.max_mixed_chunks if beside_decode else config.max_prefill_rows
         per_token = config.context_per_token if beside_decode else None
         chunks: list[PrefillChunk] = []

@@ -6,10 +6,11 @@ The bounds they keep, for a step that takes at most ``t``:
                                                  ≤ t, of a step with mixed_budget prompt tokens   (mixed)
     wait of the first in the queue               ≤ max_prompt_wait + turn + (lookahead + 1) t,
                                                    turn: until some younger row has had its turn
-    tokens that a request gets from an admission ≥ min(headroom · 2^preemptions, what it lacks)
+    tokens that a request gets from an admission ≥ min(headroom · 2^min(preemptions, 3), what it lacks)
 
-The last is what keeps preemption from thrashing: a request is preempted at most
-``log2(max_tokens / headroom) + 2`` times for want of memory, so it runs its prompt and outputs at most so often.
+The last is what keeps preemption from thrashing: a request is preempted at most ``max_tokens / (8 headroom) + 3``
+times, so it runs its prompt and outputs at most so often. The doubling ends there because an older row that is out
+of pages waits until a younger one has had so many tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +49,9 @@ def choose_step(
     step worth more, until the decoding rows have waited long enough by either measure."""
     if mixed_steps or not (view.can_prefill and view.can_decode):
         return StepKind(view.can_prefill, view.can_decode)
-    patient = max_prefill_streak is None or view.prefill_streak < max_prefill_streak
-    prefill = patient and view.decode_waited < max_decode_wait
+    in_streak = max_prefill_streak is None or view.prefill_streak < max_prefill_streak
+    # One prefill step after a decode step in any case: where a step alone takes max_decode_wait, prompts would starve.
+    prefill = view.prefill_streak == 0 or (in_streak and view.decode_waited < max_decode_wait)
     return StepKind(prefill, not prefill)
 
 
@@ -65,9 +67,9 @@ def chunk_len(remaining: int, start: int, budget: float, context_per_token: floa
 
 
 def promised_tokens(known_len: int, max_len: int, headroom: int, num_preemptions: int) -> int:
-    """KV positions kept for a request when it is admitted: its known tokens and room to go on, doubled by every
-    preemption. The last token's KV is never written, so `max_len` is all tokens less one."""
-    return min(known_len + (headroom << min(num_preemptions, 24)), max_len)
+    """KV positions kept for a request when it is admitted: its known tokens and room to go on, doubled by each
+    of the first three preemptions. The last token's KV is never written, so `max_len` is all tokens less one."""
+    return min(known_len + (headroom << min(num_preemptions, 3)), max_len)
 
 
 @dataclass(frozen=True, slots=True)

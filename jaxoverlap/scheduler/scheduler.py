@@ -145,6 +145,9 @@ class Scheduler:
             rows.last_progress[:] = self._last_progress = now  # nobody called
             return
         idle = (rows.request_ids >= 0) & ~rows.leaving & (rows.in_flight == 0)
+        if now - self._last_progress <= patience:
+            # Sitting out for want of a page is not being stuck, as long as those who have it go on.
+            idle &= ~(rows.decoding & (rows.planned_len == self.state.memory.num_pages * self.state.memory.page_size))
         for row in np.flatnonzero(idle & (now - rows.last_progress > patience)).tolist():
             self._fail_as_stuck(rows.requests[row], now - rows.last_progress[row])
         head = self.state.waiting.head()

@@ -231,6 +231,14 @@ def test_warm_up_covers_exactly_what_run_time_asks_for():
                     assert shape in shapes
                     assert shape.prefill_tokens >= tokens
                     assert shape.prefill_rows >= chunks
+            config = scheduler_config(max_running=max_running, max_batched_tokens=budget, max_prefill_rows=16)
+            for tokens in range(1, config.mixed_budget + 1):
+                for count in range(1, max_running):
+                    chunks = min(tokens, config.max_mixed_chunks, max_running - count)
+                    shape = buckets.shape_of(FakePlan(tokens, chunks, count))
+                    assert shape in shapes
+                    assert shape.prefill_tokens >= tokens and shape.decode_rows >= count
+                    assert shape.prefill_rows >= chunks
 
 
 class FakePlan:
@@ -241,7 +249,7 @@ class FakePlan:
 def make_buckets(max_running: int, budget: int):
     from jaxoverlap.runtime.buckets import Buckets
 
-    return Buckets(max_running, budget, 16)
+    return Buckets(scheduler_config(max_running=max_running, max_batched_tokens=budget, max_prefill_rows=16))
 
 
 # ---------------------------------------------------------------- law 9: donated means gone

@@ -12,6 +12,7 @@ from tests.harness import Harness
 
 
 def test_accepted_means_it_finishes_for_every_length_and_limit():
+    """B023: the door and the admission count alike."""
     for max_tokens in (1, 2, 15, 16, 17, 64, 128):
         for prompt_len in range(1, 141):
             harness = Harness(num_pages=8, max_model_len=512, max_batched_tokens=64, check_every_turn=False)
@@ -27,6 +28,7 @@ def test_accepted_means_it_finishes_for_every_length_and_limit():
 
 
 def test_a_prompt_that_can_never_fit_the_pool_is_refused_and_blocks_nobody():
+    """B022."""
     harness = Harness(num_pages=8, max_model_len=512)
     with pytest.raises(InvalidRequestError, match=r"prompt: '200 prompt tokens.*whole pool has 8"):
         harness.submit([1] * 200)
@@ -41,6 +43,7 @@ def test_unset_max_tokens_takes_the_room_there_is_in_context_and_pool():
 
 
 def test_accepted_requests_never_end_by_shortage_at_a_nearly_full_pool():
+    """B056."""
     harness = Harness(num_pages=20, max_running=16)
     rng = np.random.default_rng(3)
     requests = [
@@ -51,11 +54,12 @@ def test_accepted_requests_never_end_by_shortage_at_a_nearly_full_pool():
     assert {request.finish_reason for request in requests} == {FinishReason.LENGTH}
 
 
-def test_rows_that_cross_a_page_boundary_in_one_step_always_get_their_pages():
-    harness = Harness(num_pages=20, max_running=6, max_batched_tokens=96)
-    for _ in range(6):
-        harness.submit([1] * 16, max_tokens=33, ignore_eos=True)
+def test_rows_that_cross_a_page_boundary_in_one_step_have_their_promised_pages():
+    harness = Harness(num_pages=18, max_running=6, max_batched_tokens=96)
+    for i in range(6):
+        harness.submit([i] * 16, max_tokens=33, ignore_eos=True)
     harness.run()
+    assert harness.scheduler.counters.preemptions == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 16, 64])

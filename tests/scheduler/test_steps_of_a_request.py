@@ -16,6 +16,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 17])
 def test_a_request_that_ends_by_length_launches_no_extra_step(lookahead, max_tokens):
+    """B011: the length is known ahead."""
     harness = Harness(lookahead=lookahead)
     request = harness.submit(PROMPT, max_tokens=max_tokens, ignore_eos=True)
     harness.run()
@@ -48,6 +49,7 @@ def test_a_request_that_ends_by_a_token_costs_at_most_lookahead_steps_more(looka
 
 
 def test_max_tokens_of_one_among_others_finishes_at_its_prefill():
+    """B020."""
     harness = Harness()
     requests = [harness.submit(PROMPT[: 1 + i], max_tokens=1 + i % 3, ignore_eos=True) for i in range(8)]
     harness.run()
@@ -57,6 +59,7 @@ def test_max_tokens_of_one_among_others_finishes_at_its_prefill():
 
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_many_prefill_only_requests_do_not_stop_admission(lookahead):
+    """B019."""
     harness = Harness(lookahead=lookahead)
     for i in range(64):
         harness.submit([i], max_tokens=1)
@@ -105,30 +108,42 @@ def test_finish_reason_and_what_matched(sampling, length, reason, matched, looka
     assert (len(request.output_ids), request.finish_reason, request.matched_token_id) == (length, reason, matched)
 
 
+@pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("lookahead", [0, 1])
-@pytest.mark.parametrize("ending", ["length", "eos", "stop_token", "aborted"])
-def test_every_ending_returns_every_page(page_size, lookahead, ending):
-    harness = Harness(page_size=page_size, num_pages=-(-96 // page_size), lookahead=lookahead)
+@pytest.mark.parametrize("ending", ["length", "eos", "stop_token", "aborted", "length after preemption"])
+def test_every_ending_returns_every_page(page_size, lookahead, ending, prefix_cache):
+    """B035: there is one function that frees, whatever ended the request."""
+    harness = Harness(
+        page_size=page_size,
+        num_pages=-(-96 // page_size),
+        lookahead=lookahead,
+        settings={"prefix_cache": prefix_cache},
+    )
     outputs, _ = oracle(PROMPT, 60, (), salt=1)
     sampling = {
-        "length": {"max_tokens": 20, "ignore_eos": True},
         "eos": {"max_tokens": 80},
         "stop_token": {"max_tokens": 80, "ignore_eos": True, "stop_token_ids": [outputs[12]]},
         "aborted": {"max_tokens": 80, "ignore_eos": True},
-    }[ending]
+    }.get(ending, {"max_tokens": 20, "ignore_eos": True})
     request = harness.submit(PROMPT, **sampling)
     for _ in range(10):
         harness.turn()
     if ending == "aborted":
         harness.engine.abort(request)
+    elif ending == "length after preemption":
+        harness.preempt(request)
     harness.run()
-    assert request.finish_reason == ending
+    assert request.finish_reason == ending.split()[0]
+    assert request.num_preemptions == ending.count("preemption")
+    cached = (request.committed_len - 1) // page_size if prefix_cache else 0
+    assert harness.scheduler.state.memory.cache.num_pages == cached
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 2, 4])
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 111, 112, 113])
 def test_a_prompt_in_chunks_gives_one_first_token_after_the_last_chunk(lookahead, prompt_len):
+    """B016."""
     harness = Harness(max_batched_tokens=16, lookahead=lookahead)
     request = harness.submit([i % 90 for i in range(prompt_len)], max_tokens=3, ignore_eos=True)
     while not harness.delivered[request.request_id]:
@@ -150,6 +165,7 @@ def test_no_step_is_wasted_on_the_tail_of_a_prompt():
 
 
 def test_long_prompts_in_chunks_do_not_disturb_first_tokens_of_others():
+    """B002: a chunk in the middle publishes nothing."""
     harness = Harness(max_batched_tokens=16, max_model_len=700, num_pages=200, lookahead=2)
     for length in (640, 640, 3, 5, 7, 9, 11, 13):
         harness.submit(list(np.arange(length) % 90), max_tokens=6, ignore_eos=True)
