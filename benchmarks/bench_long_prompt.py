@@ -6,6 +6,7 @@ a shorter prompt in the same way before, so that nothing runs for the first time
 
     gap, p50 p99 max   before, during and after: from the prompt's arrival to its first token is "during"
     ratio              p99 during / p99 before; bar for overlap: 2.0
+    CPU ratio          the same in CPU time of all threads: what is left of it where other programs use the machine
     over after         p99 during / p99 after; the rows are longer after, so attention alone takes more time
 
 Predictions. A decode step takes 0.09 s. Serial: prompts first, but after 0.3 s a decode step gets in between, so a gap
@@ -40,20 +41,21 @@ class Watch:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.times: dict[int, list[float]] = {}
+        self.times: dict[int, list[tuple[float, float]]] = {}
         self.steps = 0
 
     def step(self) -> None:
         output = self.engine.step()
-        now = time.perf_counter()
+        now = time.perf_counter(), time.process_time()
         self.steps += 1
         for request in output.requests:
             self.times.setdefault(request.request_id, []).append(now)
 
-    def gaps(self, requests: Sequence[Request]) -> np.ndarray:
-        """When each gap between two tokens began and ended, float64 [n, 2]."""
+    def gaps(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """When each gap between two tokens began and ended, and the CPU time it took, each float64 [n]."""
         times = [np.array(self.times[request.request_id]) for request in requests]
-        return np.concatenate([np.stack([one[:-1], one[1:]], axis=1) for one in times])
+        pairs = np.concatenate([np.stack([one[:-1], one[1:]], axis=2) for one in times])
+        return pairs[:, 0, 0], pairs[:, 0, 1], pairs[:, 1, 1] - pairs[:, 1, 0]
 
 
 def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -67,7 +69,7 @@ def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Gener
     started = time.perf_counter()
     for _ in range(quiet_steps):
         watch.step()
-    arrived = time.perf_counter()
+    arrived, cpu_arrived = time.perf_counter(), time.process_time()
     steps = watch.steps
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     prompt = engine.add(rng.integers(100, vocab, prompt_len), params)
@@ -75,8 +77,8 @@ def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Gener
     computed = counters.computed_tokens
     while not prompt.output_ids:
         watch.step()
-        done.append((counters.computed_tokens - computed, time.perf_counter()))
-    first_token = watch.times[prompt.request_id][0]
+        done.append((counters.computed_tokens - computed, time.process_time()))
+    first_token, _ = watch.times[prompt.request_id][0]
     steps = watch.steps - steps
     lengths = [request.committed_len for request in rows]
     for _ in range(quiet_steps):
@@ -87,27 +89,30 @@ def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Gener
         watch.step()
     engine.loop.scheduler.flush_cache()
     assert all(not request.num_preemptions for request in rows), "a row was preempted; the pool is too small"
-    begins, ends = watch.gaps(rows).T
+    begins, ends, cpu = watch.gaps(rows)
     phases = {
-        "before": (ends - begins)[(begins >= started) & (ends <= arrived)],
-        "during": (ends - begins)[(ends > arrived) & (begins < first_token)],
-        "after": (ends - begins)[begins >= first_token],
+        "before": (begins >= started) & (ends <= arrived),
+        "during": (ends > arrived) & (begins < first_token),
+        "after": begins >= first_token,
     }
     result: dict[str, Any] = {
         "steps": steps,
         "row length": int(np.mean(lengths)),
         "first token s": first_token - arrived,
     }
-    for name, gaps in phases.items():
-        for label, value in (("p50", np.quantile(gaps, 0.5)), ("p99", np.quantile(gaps, 0.99)), ("max", gaps.max())):
-            result[f"{name} {label} ms"] = 1e3 * float(value)
+    for name, chosen in phases.items():
+        gaps = 1e3 * (ends - begins)[chosen]
+        result[f"{name} p50 ms"] = float(np.quantile(gaps, 0.5))
+        result[f"{name} p99 ms"] = float(np.quantile(gaps, 0.99))
+        result[f"{name} max ms"] = float(gaps.max())
+        result[f"{name} CPU p50 ms"] = float(1e3 * np.quantile(cpu[chosen], 0.5))
+        result[f"{name} CPU p99 ms"] = float(1e3 * np.quantile(cpu[chosen], 0.99))
     position, when = np.array(done).T
-    taken = np.diff(when, prepend=arrived)
+    taken = np.diff(when, prepend=cpu_arrived)
     eighths = np.minimum(8 * (position - 1) // prompt_len, 7)
-    result["turn by eighth ms"] = [
-        float(1e3 * np.median(taken[eighths == i])) for i in range(8) if (eighths == i).any()
-    ]
+    result["CPU by eighth ms"] = [float(1e3 * np.median(taken[eighths == i])) for i in range(8) if (eighths == i).any()]
     result["ratio"] = result["during p99 ms"] / result["before p99 ms"]
+    result["CPU ratio"] = result["during CPU p99 ms"] / result["before CPU p99 ms"]
     result["over after"] = result["during p99 ms"] / result["after p99 ms"]
     return result
 
@@ -147,7 +152,7 @@ def main() -> None:
             rows.append({"schedule": schedule, "mixed tokens": mixed if schedule == "overlap" else "", **outcome})
             report.write(args.json, "long_prompt", {"rows": rows})  # a run takes long; what is there is kept
     title = f"{args.prompt_len} prompt tokens among {ROWS} decoding rows, SmolLM2-135M"
-    kept = ("schedule", "mixed tokens", "steps", "first token s", "row length", "ratio", "over after")
+    kept = ("schedule", "mixed tokens", "steps", "first token s", "row length", "ratio", "CPU ratio", "over after")
     report.show(title, [{name: row[name] for name in kept} for row in rows], "bar for overlap: ratio ≤ 2.0")
     phases = [
         {
@@ -155,19 +160,19 @@ def main() -> None:
             **{
                 name.removesuffix(" ms"): value
                 for name, value in row.items()
-                if name.endswith(" ms") and "turn" not in name
+                if name.endswith(" ms") and "CPU" not in name
             },
         }
         for row in rows
     ]
     report.show("Gaps between tokens of a decoding row, ms", phases)
     depths = [
-        {"schedule": phase["schedule"], **{f"{i + 1}/8": value for i, value in enumerate(row["turn by eighth ms"])}}
+        {"schedule": phase["schedule"], **{f"{i + 1}/8": value for i, value in enumerate(row["CPU by eighth ms"])}}
         for phase, row in zip(phases, rows, strict=True)
-        if len(row["turn by eighth ms"]) == 8
+        if len(row["CPU by eighth ms"]) == 8
     ]
     if depths:
-        report.show("Median turn of the engine by how far into the prompt it is, ms", depths)
+        report.show("Median CPU time of a turn by how far into the prompt it is, ms", depths)
 
 
 if __name__ == "__main__":

@@ -47,12 +47,16 @@ class TimedDevice:
     def launch(self, plan: StepPlan) -> _TimedStep:
         pack(plan, self.buckets.shape_of(plan), self.num_rows, self.pages_per_row)
         for chunk in plan.chunks:
-            self.num_outputs[chunk.row], self.max_outputs[chunk.row] = 0, chunk.request.max_tokens
+            self.num_outputs[chunk.row], self.max_outputs[chunk.row] = chunk.num_outputs, chunk.request.max_tokens
         self.num_outputs[plan.rows] += 1
         done = self.num_outputs[plan.rows] >= self.max_outputs[plan.rows]
         result = np.empty((len(plan.rows), 2), dtype=np.int32)
         result[:, 0] = 1
         result[:, 1] = np.where(done, RowStatus.LENGTH, RowStatus.RUNNING)
+        for index, chunk in enumerate(plan.chunks):
+            if not chunk.publishes:
+                self.num_outputs[chunk.row] = chunk.num_outputs
+                result[index] = -1, RowStatus.VOID
         self._free_at = max(self._free_at, time.perf_counter()) + self.step_seconds
         return _TimedStep(self._free_at, result)
 

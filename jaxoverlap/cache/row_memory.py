@@ -79,6 +79,14 @@ class RowMemory:
         self._outstanding += promised - node.depth
         return node.depth * self.page_size
 
+    def shortage(self, tokens: np.ndarray, salt: str | None, promised: int) -> int:
+        """Pages that have to come free before `seat` succeeds; 0 or less when there are enough."""
+        wanted = tokens[:-1] if self.prefix_cache_enabled else tokens[:0]
+        node = self.cache.match(wanted, salt)
+        while node.parent is not None and not node.holds:
+            node = node.parent
+        return promised - node.depth - self.num_unpromised
+
     def grow(self, row: int, length: int) -> None:
         """Pages for the first `length` positions. Raises MemoryError; what was promised is always there."""
         have = int(self.num_pages[row])

@@ -62,8 +62,9 @@ class SchedulerConfig:
 
     @property
     def max_mixed_chunks(self) -> int:
-        """Prompts in a step with decoding rows: each costs a row of logits, so not as many as there are tokens."""
-        return max(1, min(self.max_prefill_rows, self.mixed_budget // 16))
+        """Prompts in a step with decoding rows: each costs a row of logits, so not as many as there are tokens.
+        Two at least, so that one can go on beside a long one."""
+        return min(self.max_prefill_rows, self.mixed_budget, max(2, self.mixed_budget // 16))
 
     @property
     def frees_window(self) -> bool:

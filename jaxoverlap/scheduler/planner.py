@@ -9,7 +9,7 @@ from jaxoverlap.scheduler.plan import PrefillChunk, StepPlan
 from jaxoverlap.scheduler.policy import StepView, choose_step, choose_victims, chunk_len, order_by_prefix
 from jaxoverlap.scheduler.state import SchedulerState
 
-_NOBODY = (-1, 0)
+_NOBODY = (-1, 0, 0)
 _NO_ROWS = np.empty(0, dtype=np.int32)
 _LOOK_AHEAD = 32
 """Requests of the queue among which `cache_aware_order` chooses."""
@@ -102,22 +102,43 @@ class Planner:
     # ---------------------------------------------------------------- prompts
 
     def _plan_chunks(self, now: float, *, beside_decode: bool) -> tuple[PrefillChunk, ...]:
-        """Fills the token budget: prompts under way first, then new ones; the last is cut to fit."""
-        config = self._state.config
+        """Fills the token budget: prompts under way first, then new ones; the last is cut to fit.
+
+        Of prompts under way the more urgent goes first, and equals share: the shorter are served first, so that what
+        they do not need is left for the longer. As a rule there is one; more when a prompt was let in beside it.
+        """
+        config, prefilling = self._state.config, self._state.prefilling
         budget: float = config.mixed_budget if beside_decode else config.max_batched_tokens
         most = config.max_mixed_chunks if beside_decode else config.max_prefill_rows
         per_token = config.context_per_token if beside_decode else None
+        if self._head_is_pressing(now, may_share=len(prefilling) < most):
+            self._admit(now)
+        under_way = sorted(prefilling.values(), key=self._urgency)
         chunks: list[PrefillChunk] = []
-        under_way = list(self._state.prefilling.values())
         while budget >= 1 and len(chunks) < most:
             if not under_way:
                 if not self._admit(now):
                     break
-                under_way.append(next(reversed(self._state.prefilling.values())))
-            chunk = self._plan_chunk(under_way.pop(0), budget, per_token)
+                under_way.append(next(reversed(prefilling.values())))
+            request = under_way.pop(0)
+            equals = 1 + sum(other.priority == request.priority for other in under_way)
+            chunk = self._plan_chunk(request, max(1.0, budget / equals), per_token)
             chunks.append(chunk)
             budget -= len(chunk.token_ids) * (1.0 if per_token is None else 1.0 + chunk.start / per_token)
         return tuple(chunks)
+
+    def _urgency(self, request: Request) -> tuple[int, int, int]:
+        assert request.row is not None and request.extend_ids is not None
+        left = len(request.extend_ids) - int(self._state.rows.planned_len[request.row])
+        return request.priority, left, request.request_id
+
+    def _head_is_pressing(self, now: float, *, may_share: bool) -> bool:
+        """The first in the queue should not wait until the prompts under way are through."""
+        head, under_way = self._state.waiting.head(), self._state.prefilling.values()
+        if head is None or not under_way:
+            return False
+        more_urgent = all(head.priority < request.priority for request in under_way)
+        return more_urgent or (may_share and now - head.waiting_since >= self._state.config.max_prompt_wait)
 
     def _plan_chunk(self, request: Request, budget: float, context_per_token: float | None) -> PrefillChunk:
         state, rows, row = self._state, self._state.rows, request.row
@@ -153,13 +174,14 @@ class Planner:
         free_row = bool(state.rows.free_rows)
         request = self._next_in_queue(now) if free_row else state.waiting.head()
         assert request is not None
-        left_over = state.memory.num_unpromised
-        refused_id, not_enough = self._refused
-        if free_row and not (refused_id == request.request_id and left_over <= not_enough):
+        left_over, cached = state.memory.num_unpromised, state.memory.cache.num_pages
+        refused_id, not_enough, cached_then = self._refused
+        hopeless = refused_id == request.request_id and left_over <= not_enough and cached == cached_then
+        if free_row and not hopeless:
             if state.take_row(request, now):
                 self._refused, self._room_for = _NOBODY, None
                 return True
-            self._refused = (request.request_id, left_over)
+            self._refused = (request.request_id, left_over, cached)
         wait = state.config.max_prompt_wait
         if now - request.waiting_since >= wait and now >= self._next_try:
             self._next_try = now + _TRIES * wait  # looking at every row is not for every step
@@ -168,10 +190,12 @@ class Planner:
 
     def _next_in_queue(self, now: float) -> Request | None:
         state, config = self._state, self._state.config
-        if self._room_for is not None and self._room_for.request_id in state.waiting:
-            return self._room_for
-        head = state.waiting.head()
-        if head is None or not config.cache_aware_order or head.num_preemptions:
+        head, favoured = state.waiting.head(), self._room_for
+        if head is None:
+            return None
+        if favoured is not None and favoured.request_id in state.waiting and favoured.priority <= head.priority:
+            return favoured
+        if not config.cache_aware_order or head.num_preemptions:
             return head
         candidates = [r for r in state.waiting.first(_LOOK_AHEAD) if r.priority == head.priority]
         cached = (state.memory.cache.match(r.prompt_ids[:-1], r.cache_salt).depth for r in candidates)
@@ -180,13 +204,15 @@ class Planner:
     def _make_room(self, request: Request, now: float) -> None:
         """Preempts for a request that has waited too long: rows that had their turn, and so long at least."""
         state = self._state
-        pages = state.pages_for(state.promise_to(request)) - state.memory.num_unpromised - state.pages_on_their_way()
+        promised = state.pages_for(state.promise_to(request))
+        pages = state.memory.shortage(request.known_ids(), request.cache_salt, promised) - state.pages_on_their_way()
         rows = 0 if state.rows.free_rows or state.rows.leaving.any() else 1
         views = state.running_views(running_until=now - state.config.max_prompt_wait)
         victims = choose_victims(views, pages, rows=rows, at_least_priority=request.priority)
         enough = sum(view.pages for view in views if view.row in victims) >= pages and len(victims) >= rows
         if not enough:
-            return  # half the room is of no use to it, and would cost the victims their place
+            self._room_for = None  # what room there is, others may have
+            return  # half of it is of no use, and would cost the victims their place
         for row in victims:
             state.leave(state.rows.requests[row])
         self._room_for = request

@@ -224,3 +224,27 @@ def test_sitting_out_for_want_of_a_page_is_not_being_stuck():
     while harness.engine.has_work:
         go_on(harness, 0.1)
     assert {request.finish_reason for request in harness.requests} == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("idle", [2.2, 2.3, 2.5, 10.0])
+def test_a_request_after_a_long_idle_time_is_served(idle):
+    """Turns without work are no reason to think that the request which comes next hangs."""
+    harness = Harness(lookahead=1, settings={"stuck_after": 2.0})
+    for i in range(5):
+        harness.submit([i], max_tokens=4, ignore_eos=True)
+        while harness.engine.has_work:
+            go_on(harness, 0.1)
+        go_on(harness, idle + i / 20, step=0.05)
+    assert {request.finish_reason for request in harness.requests} == {FinishReason.LENGTH}
+
+
+def test_a_prompt_set_aside_for_more_urgent_ones_is_not_stuck():
+    settings = {"stuck_after": 2.0, "max_mixed_tokens": 16}
+    harness = Harness(max_batched_tokens=16, num_pages=200, max_running=8, lookahead=1, settings=settings)
+    harness.submit([1] * 100, max_tokens=4, options=RequestOptions(priority=1))
+    go_on(harness, 0.2)
+    for i in range(10):
+        harness.submit([2 + i] * 90, max_tokens=4)
+    while harness.engine.has_work:
+        go_on(harness, 0.1)
+    assert all(request.finish_reason.as_asked for request in harness.requests)

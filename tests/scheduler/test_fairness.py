@@ -146,7 +146,7 @@ def test_those_who_take_turns_do_not_take_them_for_ever():
     while harness.engine.has_work:
         go_on(harness)
     assert requests[0].num_preemptions == 0
-    assert 1 <= max(request.num_preemptions for request in requests) <= math.log2(150 / 8) + 2
+    assert 1 <= max(request.num_preemptions for request in requests) <= 150 / (8 * 8) + 3
     assert requests[1].finish_time < requests[5].finish_time
 
 
@@ -210,20 +210,21 @@ def test_the_room_made_for_one_is_not_taken_by_another():
     harness.run()
 
 
-@pytest.mark.parametrize("prompt_len", range(34, 58, 2))
-def test_room_that_was_lost_is_not_kept_from_others(prompt_len):
+@pytest.mark.parametrize("lookahead", [2, 4])
+@pytest.mark.parametrize("prompt_len", range(50, 66, 3))
+def test_room_that_was_lost_is_not_kept_from_others(prompt_len, lookahead):
     """Rows that grow while a victim retires may take a page of the room that was made. Then those who would fit must
     not wait behind the one who does not, least of all when they are more urgent."""
-    settings = {"max_prompt_wait": 2.0, "headroom": 1, "prefix_cache": False}
-    harness = Harness(page_size=4, num_pages=20, lookahead=4, settings=settings)
+    settings = {"max_prompt_wait": 1.0, "headroom": 1, "prefix_cache": False}
+    harness = Harness(page_size=1, num_pages=80, lookahead=lookahead, settings=settings)
     for i in range(2):
         harness.submit([i] * 8, max_tokens=60, ignore_eos=True)
     go_on(harness)
     harness.submit([3] * prompt_len, max_tokens=4, ignore_eos=True)
-    go_on(harness, 30)
+    go_on(harness, 20)
     urgent = harness.submit([4], max_tokens=2, ignore_eos=True, options=HIGH)
     go_on(harness, 12)
-    assert urgent.admit_time is not None, f"{harness.scheduler.state.memory.num_unpromised} pages are free, 1 is needed"
+    assert urgent.admit_time is not None, f"{harness.scheduler.state.memory.num_unpromised} pages are free, 2 will do"
     harness.run()
 
 
@@ -233,12 +234,13 @@ def test_room_is_made_for_what_is_not_cached():
     harness = Harness(num_pages=20, lookahead=1, max_batched_tokens=256, settings=settings)
     prefix = [(3 * i) % 89 for i in range(160)]
     harness.submit(prefix, max_tokens=90, ignore_eos=True)
-    harness.submit([1] * 60, max_tokens=90, ignore_eos=True)
-    go_on(harness, 42)
-    assert harness.scheduler.state.memory.num_unpromised <= 2
+    victim = harness.submit([1] * 64, max_tokens=90, ignore_eos=True)
+    go_on(harness, 34)  # both have begun a page, so nobody needs another one in what follows
+    assert harness.scheduler.state.memory.num_unpromised == 0  # and 4 are missing
     late = harness.submit([*prefix[:159], 90, *range(40)], max_tokens=2, ignore_eos=True)
-    go_on(harness, 15)
+    go_on(harness, 13)
     assert late.admit_time is not None
+    assert victim.num_preemptions == 1
     harness.run()
 
 

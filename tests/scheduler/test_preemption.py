@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 import numpy as np
@@ -135,12 +134,12 @@ def test_a_pool_for_one_and_a_half_requests_serves_ten(lookahead, headroom, pref
     assert harness.runner.num_launches <= 3 * sum(request.committed_len for request in requests)
     assert requests[0].num_preemptions == 0
     assert sum(request.num_preemptions for request in requests) == harness.scheduler.counters.preemptions > 0
-    assert max(request.num_preemptions for request in requests) <= math.log2(60 / headroom) + 2
+    assert max(request.num_preemptions for request in requests) <= 60 / (8 * headroom) + 3
 
 
 @pytest.mark.parametrize("lookahead", [0, 2])
 @pytest.mark.parametrize("headroom", [1, 4, 16])
-def test_every_admission_is_good_for_its_headroom_doubled_by_each_preemption(headroom, lookahead):
+def test_every_admission_is_good_for_its_headroom_doubled_by_the_first_three_preemptions(headroom, lookahead):
     harness = under_pressure(lookahead, settings={"headroom": headroom})
     seen = {request.request_id: (0, 0) for request in harness.requests}
     while harness.engine.has_work:
@@ -149,7 +148,7 @@ def test_every_admission_is_good_for_its_headroom_doubled_by_each_preemption(hea
             times, had = seen[request.request_id]
             if request.num_preemptions > times:
                 assert request.num_preemptions == times + 1
-                assert len(request.output_ids) - had >= headroom << times
+                assert len(request.output_ids) - had >= headroom << min(times, 3)
                 seen[request.request_id] = times + 1, len(request.output_ids)
 
 
