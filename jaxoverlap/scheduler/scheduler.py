@@ -132,7 +132,7 @@ class Scheduler:
         if now >= self._next_scan or now - self._last_turn > _PAUSE:
             self._end_stuck(now)
         plan = self._planner.plan(now)
-        if plan is not None:
+        if plan is not None or not self.has_unfinished:
             self._last_progress = now
         self._last_turn = now
         return plan
@@ -146,7 +146,8 @@ class Scheduler:
             return
         idle = (rows.request_ids >= 0) & ~rows.leaving & (rows.in_flight == 0)
         if now - self._last_progress <= patience:
-            # Sitting out for want of a page is not being stuck, as long as those who have it go on.
+            # As long as others go on, a prompt may be set aside for more urgent ones, and a row may lack a page.
+            idle[[request.row for request in self.state.prefilling.values()]] = False
             idle &= ~(rows.decoding & (rows.planned_len == self.state.memory.num_pages * self.state.memory.page_size))
         for row in np.flatnonzero(idle & (now - rows.last_progress > patience)).tolist():
             self._fail_as_stuck(rows.requests[row], now - rows.last_progress[row])
