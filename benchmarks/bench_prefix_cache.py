@@ -2,8 +2,8 @@
 
 Chats begin with one of 8 system prompts and have several turns; the prompt of a turn is everything before it and a new
 message. Chats start at random times of a set rate, whatever the engine does, and a turn follows the last one's end
-after a pause. The trace is cut into parts, which an engine with the cache and one without play in turn. Tokens are
-random, so nothing but what is meant to be shared is.
+after a pause. The trace is cut into parts, which an engine with the cache and one without play in turn; the one without
+has a quarter of the pages, which is more than its rows can fill. Tokens are random, so nothing but what is meant to be shared is.
 
     hit rate        prompt tokens found in the cache / prompt tokens
     computed        prompt tokens launched
@@ -21,6 +21,7 @@ and the engine is busy half as long.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import time
@@ -145,6 +146,15 @@ def ideal(served: Sequence[Served], page: int) -> tuple[int, int]:
     return tokens, in_pages
 
 
+def sharing(llm: LLM, prefix_cache: bool, pages: slice) -> Engine:
+    """Another engine on the same model, with a part of its pages. They take turns, each to the end of its requests."""
+    config = dataclasses.replace(llm.resolved.scheduler, prefix_cache=prefix_cache)
+    engine = Engine(config, llm.runner, lookahead=llm.resolved.lookahead)
+    pool = engine.loop.scheduler.state.memory.pool
+    pool.free(pool.allocate(config.limits.num_pages)[pages])
+    return engine
+
+
 def summary(name: str, arm: Arm, other: Arm, page: int) -> dict[str, Any]:
     counters = arm.engine.loop.scheduler.counters
     prompt = sum(one.request.prompt_len for one in arm.served)
@@ -179,23 +189,24 @@ def main() -> None:
         "--system", type=int, nargs=2, default=(100, 200), help="tokens of a system prompt, least and most"
     )
     options.add_argument("--turns", type=int, default=3)
-    options.add_argument("--parts", type=int, default=5)
+    options.add_argument("--parts", type=int, default=10)
     options.add_argument("--max-running", type=int, default=9)
     options.add_argument("--max-model-len", type=int, default=8192)
     options.add_argument("--num-pages", type=int, default=2600)
     options.add_argument("--seed", type=int, default=0)
     args = options.parse_args()
     sizes = {"max_running": args.max_running, "max_model_len": args.max_model_len, "num_pages": args.num_pages}
-    with LLM(progress=False, **sizes) as with_cache, LLM(progress=False, prefix_cache=False, **sizes) as without:
-        vocab, page = with_cache.engine.limits.vocab_size, with_cache.engine.limits.page_size
-        parts = make_parts(args, vocab)
-        llms = {"on": with_cache, "off": without}
-        for llm in llms.values():  # once through, with tokens that do not come again
-            play(Arm(llm.engine), [Chat(0.1 * i, [50] * 150, [Turn([51 + i] * 30, 12, 0.0)]) for i in range(12)])
-            llm.flush_cache()
-            counters = llm.engine.loop.scheduler.counters
+    with LLM(progress=False, **sizes) as llm:
+        page = llm.engine.limits.page_size
+        parts = make_parts(args, llm.engine.limits.vocab_size)
+        quarter = args.num_pages // 4
+        engines = {"on": sharing(llm, True, slice(quarter, None)), "off": sharing(llm, False, slice(quarter))}
+        for engine in engines.values():  # once through, with tokens that do not come again
+            play(Arm(engine), [Chat(0.1 * i, [50] * 150, [Turn([51 + i] * 30, 12, 0.0)]) for i in range(12)])
+            engine.loop.scheduler.flush_cache()
+            counters = engine.loop.scheduler.counters
             counters.computed_tokens = counters.cached_tokens = counters.admitted_tokens = 0
-        arms = {name: Arm(llm.engine) for name, llm in llms.items()}
+        arms = {name: Arm(engine) for name, engine in engines.items()}
         settings = {name: value for name, value in vars(args).items() if name != "json"}
         for part, chats in enumerate(parts):
             for name in ("on", "off") if part % 2 == 0 else ("off", "on"):

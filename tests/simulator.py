@@ -59,6 +59,7 @@ def random_settings(rng: np.random.Generator) -> dict[str, Any]:
         "cache_aware_order": bool(rng.random() < 0.3),
         "window": window,
         "max_queue": int(rng.integers(1, 9)) if rng.random() < 0.2 else None,
+        "stuck_after": float(rng.choice([3.0, 60.0])),  # must never come to pass, in either case
     }
     return {
         "page_size": page_size,
