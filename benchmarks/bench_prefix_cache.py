@@ -3,7 +3,8 @@
 Chats begin with one of 8 system prompts and have several turns; the prompt of a turn is everything before it and a new
 message. Chats start at random times of a set rate, whatever the engine does, and a turn follows the last one's end
 after a pause. The trace is cut into parts, which an engine with the cache and one without play in turn; the one without
-has a quarter of the pages, which is more than its rows can fill. Tokens are random, so nothing but what is meant to be shared is.
+has a quarter of the pages, which is more than its rows can fill. Tokens are random, so nothing but what is meant to be
+shared is.
 
     hit rate        prompt tokens found in the cache / prompt tokens
     computed        prompt tokens launched

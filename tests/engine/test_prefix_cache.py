@@ -68,16 +68,14 @@ def test_the_same_prompt_again_leaves_one_page_to_compute():
 
 def test_a_chat_finds_the_answers_of_its_earlier_turns():
     engine, _ = make_engine()
-    chat, rng = [1, 2, 3], np.random.default_rng(2)
-    for turn in range(3):
-        before = len(chat)
+    chat, written, rng = [1, 2, 3], 0, np.random.default_rng(2)
+    for _ in range(3):
         request = engine.add(chat, SamplingParams(max_tokens=20, **GREEDY))
         drain(engine)
         expected, gaps = dense_greedy(chat, 20)
         assert min(gaps) < GAP or request.output_ids == expected
-        # The KV of the last output was never written.
-        assert request.cached_tokens == (0 if turn == 0 else (previous - 1) // 16 * 16)
-        previous = before + 20
+        assert request.cached_tokens == written // 16 * 16
+        written = len(chat) + 19  # the KV of the last output was never written
         chat = chat + request.output_ids + rng.integers(0, VOCAB_SIZE, 5).tolist()
 
 
