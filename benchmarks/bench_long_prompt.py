@@ -144,13 +144,16 @@ def main() -> None:
     for schedule in args.schedules:
         cases += [(schedule, mixed) for mixed in (args.mixed if schedule == "overlap" else [max(args.mixed)])]
     rows = []
+    settings = {"prompt_len": args.prompt_len, "quiet": args.quiet, "decoding_rows": ROWS}
     with LLM(max_running=ROWS + 1, max_model_len=8192, num_pages=2600, progress=False) as llm:
         for schedule, mixed in cases:
             engine, rng = engine_of(llm, schedule, mixed), np.random.default_rng(0)
             play(engine, 700, 10, rng)
             outcome = play(engine, args.prompt_len, args.quiet, rng)
             rows.append({"schedule": schedule, "mixed tokens": mixed if schedule == "overlap" else "", **outcome})
-            report.write(args.json, "long_prompt", {"rows": rows})  # a run takes long; what is there is kept
+            report.write(
+                args.json, "long_prompt", {"settings": settings, "rows": rows}
+            )  # a run takes long; what is there is kept
     title = f"{args.prompt_len} prompt tokens among {ROWS} decoding rows, SmolLM2-135M"
     kept = ("schedule", "mixed tokens", "steps", "first token s", "row length", "ratio", "CPU ratio", "over after")
     report.show(title, [{name: row[name] for name in kept} for row in rows], "bar for overlap: ratio ≤ 2.0")

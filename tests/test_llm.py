@@ -11,7 +11,16 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
-from jaxoverlap import LLM, ConfigError, EngineError, FinishReason, InvalidRequestError, SamplingParams
+from jaxoverlap import (
+    LLM,
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    FinishReason,
+    InvalidRequestError,
+    RequestOptions,
+    SamplingParams,
+)
 from jaxoverlap import llm as llm_module
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import BuiltEngine
@@ -246,3 +255,82 @@ def test_a_pool_too_small_for_one_long_request_says_what_to_change():
     assert (
         enough.resolve(platform="cpu", vocab_size=9, model_len=256, page_bytes=1, kv_memory_bytes=1).shortfall is None
     )
+
+
+# ---------------------------------------------------------------- how requests are treated
+
+
+def test_cached_tokens_are_reported_until_the_cache_is_flushed(llm):
+    prompt = list(range(40))
+    assert [llm.generate(prompt, GREEDY)[0].cached_tokens for _ in range(2)] == [0, 32]
+    salted = RequestOptions(cache_salt="tenant")
+    assert llm.generate(prompt, GREEDY, salted)[0].cached_tokens == 0
+    assert llm.flush_cache() == 4
+    assert llm.generate(prompt, GREEDY)[0].cached_tokens == 0
+
+
+def test_a_timeout_ends_one_request_and_disturbs_no_other(llm):
+    options = [RequestOptions(), RequestOptions(timeout=1e-9), RequestOptions()]
+    first, late, last = llm.generate([[1], [2], [3]], GREEDY, options)
+    assert (late.finish_reason, late.token_ids) == (FinishReason.ERROR, [])
+    assert isinstance(late.error, DeadlineError) and "timeout" in str(late.error)
+    assert first.finish_reason == last.finish_reason == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"priority": 1.5}, "priority: 1.5"),
+        ({"priority": 2**31}, "priority"),
+        ({"timeout": 0}, "timeout: 0"),
+        ({"timeout": float("inf")}, "timeout"),
+        ({"cache_salt": ""}, "cache_salt: ''"),
+        ({"cache_salt": 3}, "cache_salt: 3"),
+    ],
+)
+def test_bad_options_are_named(bad, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        RequestOptions(**bad)
+
+
+def test_options_are_one_for_all_or_one_for_each(llm):
+    with pytest.raises(InvalidRequestError, match="options: '1 of them'"):
+        llm.generate([[1], [2]], GREEDY, [RequestOptions()])
+    with pytest.raises(InvalidRequestError, match=r"options\[0\]"):
+        llm.generate([[1]], GREEDY, [{"priority": 1}])
+
+
+def test_a_bounded_queue_holds_callers_back_instead_of_refusing_them(monkeypatch):
+    monkeypatch.setattr(llm_module, "build_engine", toy_build)
+    with LLM(max_running=2, max_queue=3, progress=False) as llm:
+        assert len(llm.generate([[i] for i in range(30)], GREEDY)) == 30
+        assert sum(1 for _ in llm.generate_each(([i], GREEDY) for i in range(30))) == 30
+
+
+def test_a_snapshot_can_be_taken_while_a_stream_runs(llm):
+    stream = llm.stream([1] * 20, GREEDY)
+    next(stream)
+    snapshot = llm.memory_snapshot()
+    assert snapshot.free + snapshot.own + snapshot.locked + snapshot.evictable == len(snapshot.pages)
+    assert {page.owner for page in snapshot.pages} == {"free", "row", "cache"}
+    assert snapshot.to_svg().startswith("<svg") and snapshot.to_dict()["page_size"] == 16
+    stream.close()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"), [("overlap", (1, True)), ("timeslice", (0, False)), ("serial", (0, False))]
+)
+def test_schedules_are_presets_that_single_settings_override(schedule, expected):
+    sizes = {"platform": "cpu", "vocab_size": 9, "model_len": 64, "page_bytes": 1, "kv_memory_bytes": 99}
+    resolved = EngineConfig(schedule=schedule).resolve(**sizes)
+    assert (resolved.lookahead, resolved.scheduler.mixed_steps) == expected
+    changed = EngineConfig(schedule=schedule, lookahead=3, mixed_steps=not expected[1], max_prefill_streak=5)
+    resolved = changed.resolve(**sizes)
+    assert (resolved.lookahead, resolved.scheduler.mixed_steps) == (3, not expected[1])
+    assert resolved.scheduler.max_prefill_streak == 5
+
+
+def test_a_model_of_windows_frees_pages_instead_of_caching_them():
+    sizes = {"platform": "cpu", "vocab_size": 9, "model_len": 64, "page_bytes": 1, "kv_memory_bytes": 99, "window": 16}
+    assert EngineConfig().resolve(**sizes).scheduler.frees_window
+    assert not EngineConfig(prefix_cache=True).resolve(**sizes).scheduler.frees_window

@@ -165,6 +165,16 @@ def test_defaults_from_the_command_line(cli, tmp_path):
     assert usage == [2, 4]
 
 
+def test_a_line_may_have_a_priority_a_timeout_and_a_salt(cli, tmp_path):
+    lines = [item("a", priority=-1, cache_salt="x"), item("b", timeout=1e-9), item("c", priority="high")]
+    result = cli("batch", "-i", write_lines(tmp_path / "in", *lines), "-o", tmp_path / "out", "--timeout", 60)
+    assert result.exit_code == 1
+    answers = read_answers(tmp_path / "out")
+    assert [answer["response"]["status_code"] for answer in answers] == [200, 408, 400]
+    assert [answer["error"] and answer["error"]["code"] for answer in answers] == [None, "timeout", "invalid_request"]
+    assert "body.priority: 'high'" in answers[2]["error"]["message"]
+
+
 # ---------------------------------------------------------------- memory
 
 
