@@ -16,7 +16,7 @@ Rules:
   row gets its promised pages, whatever the load.
 * `cache_pages` hands a row's own pages, whole and committed, to the prefix cache. Where the same tokens are
   cached already, by a row that was quicker, the row keeps its own copy, since a launched step may read it: the
-  page table never changes. Only when it leaves does it count as a reader of the other copy.
+  page table never changes. What follows that page is handed over only when the row is released.
 * With a `window`, pages wholly before it are freed once no step in flight can read them (`drop_before`); such
   a row has holes, so nothing of it can be cached, and the prefix cache is off.
 """
@@ -107,12 +107,12 @@ class RowMemory:
         self.num_pages[rows] += 1
         return pages
 
-    def cache_pages(self, row: int, tokens: np.ndarray, *, leaving: bool) -> None:
-        """Hands the whole pages of `tokens`, all committed, to the prefix cache.
+    def cache_pages(self, row: int, tokens: np.ndarray) -> None:
+        """Hands the whole pages of `tokens`, all committed, to the prefix cache, up to the first page of which another
+        copy is cached: locking that as well would take a page from those to whom it is promised."""
+        self._cache_pages(row, tokens, past_copies=False)
 
-        A row that goes on stops at the first page of which another copy is cached; one that is leaving puts what
-        follows below that copy.
-        """
+    def _cache_pages(self, row: int, tokens: np.ndarray, *, past_copies: bool) -> None:
         node = self._nodes[row]
         assert node is not None, f"row {row} has no memory"
         if not self.prefix_cache_enabled:
@@ -122,7 +122,7 @@ class RowMemory:
             child, taken = self.cache.extend(node, key, int(self.page_table[row, column]))
             if taken:
                 self.is_own[row, column] = False
-            elif not leaving:
+            elif not past_copies:
                 break
             self.cache.lock(child)
             self.cache.unlock(node)
@@ -144,11 +144,17 @@ class RowMemory:
             self.is_own[row, first:keep] = False
             self.first_page[row] = keep
 
-    def release(self, row: int) -> None:
-        """Takes everything back: own pages to the pool, cached ones by letting go. The only way out."""
-        node, count = self._nodes[row], int(self.num_pages[row])
-        assert node is not None, f"row {row} has no memory to release"
+    def release(self, row: int, tokens: np.ndarray) -> None:
+        """Takes everything back: own pages to the pool, cached ones by letting go. The only way out.
+
+        The whole pages of `tokens`, all committed, stay in the prefix cache; what follows a page of which another
+        copy is cached goes below that copy.
+        """
+        assert self._nodes[row] is not None, f"row {row} has no memory to release"
         self.stop_growing(row)
+        self._cache_pages(row, tokens, past_copies=True)
+        node, count = self._nodes[row], int(self.num_pages[row])
+        assert node is not None
         self.pool.free(self.page_table[row, :count][self.is_own[row, :count]])
         self.cache.unlock(node)
         self._nodes[row] = None

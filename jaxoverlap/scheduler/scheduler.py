@@ -211,7 +211,7 @@ class Scheduler:
                 rows.written_len[chunk.row] = chunk.end
                 if not rows.leaving[chunk.row]:
                     assert request.extend_ids is not None
-                    self.state.memory.cache_pages(chunk.row, request.extend_ids[: chunk.end], leaving=False)
+                    self.state.memory.cache_pages(chunk.row, request.extend_ids[: chunk.end])
             if published[index] and request.first_token_time is None:
                 request.first_token_time = now
 
@@ -240,8 +240,6 @@ class Scheduler:
             self.state.waiting.remove(request)
         else:
             self.state.leave(request)
-            if error is None:  # what led to an error may itself be bad, and must not be found by others
-                self.state.cache_committed(request)
             self.state.rows.finished[request.row] = True
             del self.state.running[request.request_id]
         request.status = RequestStatus.FINISHED

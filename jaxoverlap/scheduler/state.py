@@ -116,20 +116,15 @@ class SchedulerState:
         self.rows.leaving[row] = True
         self.memory.stop_growing(row)
 
-    def cache_committed(self, request: Request) -> None:
-        """Hands what committed steps have written for a leaving request to the prefix cache."""
-        row = request.row
-        assert row is not None
-        written = int(self.rows.written_len[row])
-        self.memory.cache_pages(row, request.known_ids()[:written], leaving=True)
-
     def retire(self, row: int, now: float) -> None:
-        """Takes a leaving row back, and sends its request to the queue unless it is finished."""
+        """Takes a leaving row back, and sends its request to the queue unless it is finished.
+
+        What committed steps have written stays in the prefix cache; not if it led to an error, for it may be bad.
+        """
         request: Request = self.rows.requests[row]
         preempted = not self.rows.finished[row]
-        if preempted:
-            self.cache_committed(request)
-        self.memory.release(row)
+        written = 0 if request.error is not None else int(self.rows.written_len[row])
+        self.memory.release(row, request.known_ids()[:written])
         self.rows.give_back(row)
         request.row = None
         request.extend_ids = None

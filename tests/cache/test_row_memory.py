@@ -36,13 +36,13 @@ def table(memory: RowMemory, row: int) -> list[int]:
 def test_the_second_request_reads_the_pages_of_the_first():
     memory = make()
     assert fill(memory, 0, ids(1, 2, 3, 4, 5)) == 0
-    memory.cache_pages(0, ids(1, 2, 3, 4), leaving=False)
+    memory.cache_pages(0, ids(1, 2, 3, 4))
     assert fill(memory, 1, ids(1, 2, 3, 4, 9, 9)) == 4
     assert table(memory, 1)[:2] == table(memory, 0)[:2]
     assert memory.is_own[1].tolist()[:4] == [False, False, True, False]
     memory.check_integrity()
-    memory.release(0)
-    memory.release(1)
+    memory.release(0, ids())
+    memory.release(1, ids())
     assert (memory.num_available, memory.cache.num_locked, memory.cache.num_pages) == (10, 0, 2)
     memory.check_integrity()
 
@@ -53,8 +53,7 @@ def test_at_least_one_token_is_left_to_be_computed(length, cached):
     memory = make()
     tokens = ids(1, 2, 3, 4, 5)
     fill(memory, 0, tokens)
-    memory.cache_pages(0, tokens, leaving=True)
-    memory.release(0)
+    memory.release(0, tokens)
     assert memory.seat(1, tokens[:length], None, 3) == cached
 
 
@@ -62,7 +61,7 @@ def test_other_salts_read_nothing():
     memory = make()
     tokens = ids(1, 2, 3, 4, 5)
     fill(memory, 0, tokens, salt="a")
-    memory.cache_pages(0, tokens, leaving=False)
+    memory.cache_pages(0, tokens)
     assert memory.seat(1, tokens, "b", 3) == 0
     assert memory.seat(2, tokens, "a", 3) == 4
     memory.check_integrity()
@@ -71,8 +70,7 @@ def test_other_salts_read_nothing():
 def test_without_the_prefix_cache_nothing_is_kept():
     memory = make(prefix_cache=False)
     fill(memory, 0, ids(1, 2, 3, 4))
-    memory.cache_pages(0, ids(1, 2, 3, 4), leaving=True)
-    memory.release(0)
+    memory.release(0, ids(1, 2, 3, 4))
     assert (memory.pool.num_free, memory.cache.num_pages) == (10, 0)
     assert memory.seat(1, ids(1, 2, 3, 4), None, 2) == 0
 
@@ -84,12 +82,12 @@ def test_of_two_copies_one_is_cached_and_neither_row_sees_its_table_change():
         fill(memory, row, tokens)
     before = [table(memory, row) for row in (0, 1)]
     for row in (0, 1):
-        memory.cache_pages(row, tokens[:4], leaving=False)
+        memory.cache_pages(row, tokens[:4])
         memory.check_integrity()
     assert [table(memory, row) for row in (0, 1)] == before
     assert memory.is_own[1].tolist()[:3] == [True, True, True]
     assert memory.cache.num_pages == 2
-    memory.release(1)
+    memory.release(1, ids())
     assert memory.cache.path(memory.cache.match(tokens, None)).tolist() == before[0][:2]
 
 
@@ -97,12 +95,9 @@ def test_a_row_that_leaves_puts_what_follows_below_the_other_copy():
     memory = make()
     for row in (0, 1):
         fill(memory, row, ids(7, 7, 8, 8, 9))
-    memory.cache_pages(0, ids(7, 7), leaving=False)
+    memory.cache_pages(0, ids(7, 7))
     own = table(memory, 1)
-    memory.cache_pages(1, ids(7, 7, 8, 8), leaving=True)
-    assert table(memory, 1) == own, "a step in flight may read it"
-    memory.check_integrity()
-    memory.release(1)
+    memory.release(1, ids(7, 7, 8, 8))
     assert memory.cache.path(memory.cache.match(ids(7, 7, 8, 8), None)).tolist() == [table(memory, 0)[0], own[1]]
     memory.check_integrity()
 
@@ -112,12 +107,12 @@ def test_a_copy_is_cached_after_all_once_the_other_is_gone():
     tokens = ids(1, 2, 3, 4, 5)
     for row in (0, 1):
         fill(memory, row, tokens)
-    memory.cache_pages(0, tokens[:2], leaving=False)
-    memory.release(0)
-    memory.cache_pages(1, tokens[:2], leaving=False)
+    memory.cache_pages(0, tokens[:2])
+    memory.release(0, ids())
+    memory.cache_pages(1, tokens[:2])
     assert memory.is_own[1, 0]
     memory.flush()
-    memory.cache_pages(1, tokens[:4], leaving=False)
+    memory.cache_pages(1, tokens[:4])
     assert memory.is_own[1].tolist()[:3] == [False, False, True]
     memory.check_integrity()
 
@@ -141,8 +136,7 @@ def test_a_refused_seat_changes_nothing():
     memory = make(pages=4)
     tokens = ids(1, 2, 3, 4, 5)
     fill(memory, 0, tokens)
-    memory.cache_pages(0, tokens, leaving=True)
-    memory.release(0)
+    memory.release(0, tokens)
     before = memory.num_available, memory.num_unpromised, memory.cache.num_locked
     assert memory.seat(1, tokens, None, 5) is None
     assert (memory.num_available, memory.num_unpromised, memory.cache.num_locked) == before
@@ -155,8 +149,7 @@ def test_pages_read_from_the_cache_count_towards_the_promise_and_not_as_free():
     memory = make(pages=4)
     tokens = ids(1, 2, 3, 4, 5)
     fill(memory, 0, tokens)
-    memory.cache_pages(0, tokens, leaving=True)
-    memory.release(0)
+    memory.release(0, tokens)
     assert memory.num_available == 4
     memory.seat(0, tokens, None, 3)
     assert (memory.num_available, memory.num_unpromised) == (2, 1)
@@ -189,8 +182,7 @@ def test_one_call_grows_rows_within_and_beyond_their_promise():
 def test_cached_pages_make_way_for_what_is_needed():
     memory = make(pages=4)
     fill(memory, 0, ids(1, 2, 3, 4, 5, 6))
-    memory.cache_pages(0, ids(1, 2, 3, 4, 5, 6), leaving=True)
-    memory.release(0)
+    memory.release(0, ids(1, 2, 3, 4, 5, 6))
     assert (memory.pool.num_free, memory.num_available) == (1, 4)
     fill(memory, 1, ids(9, 9, 9, 9, 9))
     assert memory.cache.num_pages == memory.cache.match(ids(1, 2, 3, 4, 5, 6), None).depth == 1
@@ -205,7 +197,7 @@ def test_a_row_that_will_not_be_planned_lets_go_of_its_promise_once():
         memory.stop_growing(0)
         assert memory.num_unpromised == 5
         memory.check_integrity()
-    memory.release(0)
+    memory.release(0, ids())
     assert memory.num_unpromised == 6
 
 
@@ -213,9 +205,9 @@ def test_releasing_twice_raises_and_changes_nothing():
     """B035: there is one way out, and it is taken once."""
     memory = make()
     fill(memory, 0, ids(1, 2, 3))
-    memory.release(0)
+    memory.release(0, ids())
     with pytest.raises(AssertionError, match="row 0 has no memory to release"):
-        memory.release(0)
+        memory.release(0, ids())
     assert memory.num_available == 10
     memory.check_integrity()
 
@@ -224,21 +216,19 @@ def test_a_released_row_points_at_no_page():
     """B032: what is left in a vacated row is out of range, so that nothing can be written through it."""
     memory = make()
     fill(memory, 0, ids(1, 2, 3, 4, 5))
-    memory.cache_pages(0, ids(1, 2), leaving=True)
-    memory.release(0)
+    memory.release(0, ids(1, 2))
     assert (memory.page_table[0] == memory.no_page).all() and memory.no_page == 10
 
 
 def test_a_flush_leaves_what_is_read():
     memory = make()
     fill(memory, 0, ids(1, 2, 3, 4, 5))
-    memory.cache_pages(0, ids(1, 2, 3, 4), leaving=False)
+    memory.cache_pages(0, ids(1, 2, 3, 4))
     fill(memory, 1, ids(1, 2, 7, 7))
-    memory.cache_pages(1, ids(1, 2, 7, 7), leaving=True)
-    memory.release(1)
+    memory.release(1, ids(1, 2, 7, 7))
     assert memory.flush() == 1
     assert (memory.cache.num_pages, memory.cache.num_evictable) == (2, 0)
-    memory.release(0)
+    memory.release(0, ids())
     assert memory.flush() == 2
     assert memory.pool.num_free == 10
     memory.check_integrity()
@@ -248,11 +238,11 @@ def test_what_would_come_free_is_what_comes_free():
     memory = make()
     for row, last in ((0, 5), (1, 6)):
         fill(memory, row, ids(1, 2, 3, 4, last, 9, 9))
-        memory.cache_pages(row, ids(1, 2, 3, 4, last, 9), leaving=True)
+        memory.cache_pages(row, ids(1, 2, 3, 4, last, 9))
         memory.check_integrity()
-    for row in (0, 1):
+    for row, last in ((0, 5), (1, 6)):
         would, before = memory.releasable(row), memory.num_available
-        memory.release(row)
+        memory.release(row, ids(1, 2, 3, 4, last, 9))
         assert memory.num_available - before == would
     assert memory.num_available == 10
 
@@ -268,7 +258,7 @@ def test_pages_before_a_window_come_free_and_are_not_freed_again():
     assert table(memory, 0) == [10, 10, 10, *pages[3:]]
     assert memory.releasable(0) == 2
     memory.grow(0, 11)
-    memory.release(0)
+    memory.release(0, ids())
     assert memory.pool.num_free == 10
     memory.check_integrity()
     fill(memory, 0, ids(1, 2, 3))
@@ -324,7 +314,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def cache(self, data, share):
         row = data.draw(st.sampled_from(sorted(self.tokens)))
         before = table(self.memory, row)
-        self.memory.cache_pages(row, self.tokens[row][: int(share * len(self.tokens[row]))], leaving=False)
+        self.memory.cache_pages(row, self.tokens[row][: int(share * len(self.tokens[row]))])
         assert table(self.memory, row) == before
 
     @precondition(lambda self: self.tokens)
@@ -333,9 +323,8 @@ class MemoryMachine(RuleBasedStateMachine):
         row = data.draw(st.sampled_from(sorted(self.tokens)))
         tokens = self.tokens.pop(row)
         self.memory.stop_growing(row)
-        self.memory.cache_pages(row, tokens[: int(share * len(tokens))], leaving=True)
         would, before = self.memory.releasable(row), self.memory.num_available
-        self.memory.release(row)
+        self.memory.release(row, tokens[: int(share * len(tokens))])
         assert self.memory.num_available - before == would
 
     @rule()

@@ -194,8 +194,8 @@ def a_page_leaves_the_window_one_token_too_early(patch):
 def the_page_table_is_rewritten_where_another_copy_is_cached(patch):
     cache_pages = RowMemory.cache_pages
 
-    def one_copy(self, row, tokens, *, leaving):
-        cache_pages(self, row, tokens, leaving=leaving)
+    def one_copy(self, row, tokens):
+        cache_pages(self, row, tokens)
         node = self._nodes[row]
         for key in self.cache.keys(tokens, node.depth) if self.prefix_cache_enabled else ():
             child, column = node.children[key], node.depth
@@ -216,10 +216,13 @@ def the_page_table_is_rewritten_where_another_copy_is_cached(patch):
 
 @fault
 def tokens_that_no_committed_step_has_written_are_cached(patch):
-    def too_much(self, request):
-        self.memory.cache_pages(request.row, request.known_ids(), leaving=True)
+    retire = SchedulerState.retire
 
-    patch(SchedulerState, "cache_committed", too_much)
+    def too_much(self, row, now):
+        self.rows.written_len[row] = self.rows.requests[row].committed_len
+        retire(self, row, now)
+
+    patch(SchedulerState, "retire", too_much)
 
 
 @fault

@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from jaxoverlap.errors import InvalidRequestError, QueueFullError
 from jaxoverlap.request import RequestOptions
+from jaxoverlap.scheduler.state import SchedulerState
 from tests.fakes import VOCAB_SIZE
 from tests.harness import Harness
 from tests.simulator import Script, fails, run, script_of, shrink, simulate_many, simulate_until
@@ -51,6 +52,21 @@ def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch):
     assert isinstance(short, Script) and fails(short)
     assert sum(event[0] == "submit" for event in short.events) == 1
     assert "submit" in str(short)
+
+
+def test_a_row_that_leaves_takes_no_page_from_a_promise(monkeypatch):
+    """Found after a million steps: a leaving row locked cached copies of its own pages before it gave those back."""
+    seed = 1_006_637
+    assert fails(script_of(seed)) is None
+    leave = SchedulerState.leave
+
+    def hasty(self, request):
+        leave(self, request)
+        written = int(self.rows.written_len[request.row])
+        self.memory._cache_pages(request.row, request.known_ids()[:written], past_copies=True)
+
+    monkeypatch.setattr(SchedulerState, "leave", hasty)
+    assert "evictable" in str(fails(script_of(seed)))
 
 
 class EngineMachine(RuleBasedStateMachine):
