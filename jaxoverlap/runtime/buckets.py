@@ -2,10 +2,11 @@
 
     number of executables = decode buckets + prefill buckets + mixed buckets
                           ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / 16) + 2)
-                            + log4(max_running) * (log4(max_mixed_tokens / 16) + 2)
+                            + log4(max_running) * (log2(max_mixed_tokens / 16) + 2)
 
-Mixed steps are there while prompts come in, so they make do with coarser buckets: powers of four, downward from
-the limits, and no fewer than four decoding rows where there may be more.
+Mixed steps are there while prompts come in, so their decoding rows make do with coarser buckets: powers of four,
+downward from the limit, and no fewer than four where there may be more. Their prompt tokens do not: attention far into
+a long prompt costs as much for a padded token as for a real one.
 
 The context is in no shape: attention follows the true lengths with loops whose bounds are data.
 """
@@ -43,7 +44,7 @@ class StepShape:
 
 
 class Buckets:
-    """Powers of two up to a limit, and the limit itself whatever it is; powers of four where both are mixed."""
+    """Powers of two up to a limit, and the limit itself whatever it is; powers of four for decoding rows beside prompts."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._chunks = min(config.max_prefill_rows, config.max_running)
@@ -54,7 +55,7 @@ class Buckets:
         self.mixed_tokens: list[int] = []
         if config.mixed_steps and config.max_running > 1:
             most = config.mixed_budget
-            self.mixed_tokens = _every_other(_sizes(min(smallest, most), most))
+            self.mixed_tokens = _sizes(min(smallest, most), most)
         self.mixed_rows = _every_other(_sizes(min(4, config.max_running), config.max_running))
 
     def __iter__(self) -> Iterator[StepShape]:

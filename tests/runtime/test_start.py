@@ -59,7 +59,7 @@ def test_kernels_that_are_not_built_are_refused_by_name(attention):
 @pytest.mark.parametrize("budget", [1, 100, 512, 2048])
 def test_the_number_of_executables_is_bounded_by_the_documented_formula(max_running, budget):
     prefill = math.log2(max(budget / 16, 1)) + 2
-    mixed = math.log(max_running, 4) * (math.log(max(min(budget, 64) / 16, 1), 4) + 2)
+    mixed = math.log(max_running, 4) * (math.log2(max(min(budget, 64) / 16, 1)) + 2)
     shapes = list(Buckets(scheduler_config(max_running=max_running, max_batched_tokens=budget)))
     assert len(shapes) == len(set(shapes)) <= math.log2(max_running) + 2 + prefill + mixed
 
