@@ -15,3 +15,7 @@ collect_ignore = (
         "text/test_tokenizer.py",
     ]
 )
+
+# A job in a shell's background ignores Ctrl-C, and so would every process that the tests start to interrupt it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
