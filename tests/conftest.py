@@ -1,5 +1,6 @@
 """On Pythons that have no CPU build of torch (see pyproject.toml), the tests against torch are left out."""
 
+import signal
 from importlib.util import find_spec
 
 collect_ignore = (

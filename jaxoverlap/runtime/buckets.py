@@ -44,7 +44,7 @@ class StepShape:
 
 
 class Buckets:
-    """Powers of two up to a limit, and the limit itself whatever it is; powers of four for decoding rows beside prompts."""
+    """Powers of two up to a limit, and the limit itself whatever it is; of four for decoding rows beside prompts."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._chunks = min(config.max_prefill_rows, config.max_running)
