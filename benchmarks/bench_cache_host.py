@@ -32,7 +32,8 @@ from benchmarks import report
 from benchmarks.timed_device import VOCAB_SIZE, TimedDevice
 from jaxoverlap.cache.row_memory import RowMemory
 from jaxoverlap.engine.engine import Engine
-from jaxoverlap.request import RequestLimits, RequestOptions, SamplingParams
+from jaxoverlap.request import RequestLimits, RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 
 PAGE = 16

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxoverlap.engine.engine import Engine
-from jaxoverlap.request import RequestLimits, SamplingParams
+from jaxoverlap.request import RequestLimits
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.packing import pack
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import RowStatus, StepPlan
 

@@ -22,15 +22,25 @@ from jaxoverlap.errors import (
     QueueFullError,
     UnsupportedError,
 )
-from jaxoverlap.request import FinishReason, RequestOptions, SamplingParams
+from jaxoverlap.outputs import (
+    CompletionOutput,
+    FinishReason,
+    PositionLogprobs,
+    RequestOutput,
+    StreamDelta,
+    TokenLogprob,
+)
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
-    from jaxoverlap.llm import LLM, RequestOutput, StreamDelta
+    from jaxoverlap.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "ConfigError",
     "DeadlineError",
     "EngineError",
@@ -38,21 +48,22 @@ __all__ = [
     "InvalidRequestError",
     "JaxOverlapError",
     "ModelError",
+    "PositionLogprobs",
     "QueueFullError",
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
     "StreamDelta",
+    "StructuredOutput",
+    "TokenLogprob",
     "UnsupportedError",
     "__version__",
 ]
 
-_LAZY = ("LLM", "RequestOutput", "StreamDelta")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        from jaxoverlap import llm
+    if name == "LLM":
+        from jaxoverlap.llm import LLM
 
-        return getattr(llm, name)
+        return LLM
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,60 +17,11 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.interrupt import interrupt_deferred
 from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError
-from jaxoverlap.request import DEFAULT_OPTIONS, FinishReason, Request, RequestOptions, RequestStatus, SamplingParams
+from jaxoverlap.outputs import CompletionOutput, Prompt, RequestOutput, StreamDelta
+from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions, RequestStatus
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.text.detokenizer import IncrementalDetokenizer
-
-Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
-"""Text, token ids, or chat messages (``{"role": …, "content": …}``)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestOutput:
-    """What became of one prompt.
-
-    Attributes:
-      prompt: as it was given; prompt_token_ids: what the model saw.
-      text: the outputs as text, without the id that ended them.
-      token_ids: all outputs, the id that ended them included.
-      finish_reason: "eos", "stop_token" or "length" if it ended as asked; "aborted", "error" otherwise.
-      matched_token_id: the id that ended it, for "eos" and "stop_token".
-      seed: the seed in effect; with it, the prompt and the parameters the outputs come out again.
-      error: set when finish_reason is "error".
-      cached_tokens: tokens of the prompt whose KV was in the prefix cache when it was admitted.
-      preemptions: how often it had to make room for others meanwhile.
-      queue_seconds, first_token_seconds, total_seconds: from arrival to admission, to the first token, to the end;
-        None for what did not happen.
-    """
-
-    prompt: Prompt
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: FinishReason
-    matched_token_id: int | None
-    seed: int
-    error: JaxOverlapError | None
-    cached_tokens: int
-    preemptions: int
-    queue_seconds: float | None
-    first_token_seconds: float | None
-    total_seconds: float | None
-
-
-@dataclasses.dataclass(frozen=True)
-class StreamDelta:
-    """A piece of a streamed answer: concatenated, the pieces are `output.text` and `output.token_ids`.
-
-    Attributes:
-      text: new text; may be empty while a character is incomplete.
-      token_ids: new outputs.
-      output: the whole, with the last piece only.
-    """
-
-    text: str
-    token_ids: list[int]
-    output: RequestOutput | None = None
 
 
 class LLM:
@@ -250,10 +201,12 @@ class LLM:
                 seen += len(new)
                 if request.status == RequestStatus.FINISHED:
                     text = detokenizer.add(new[:-1] if request.matched_token_id is not None else new)
-                    yield StreamDelta(text + detokenizer.finish(), new, self._output(request, prompt))
+                    yield StreamDelta(
+                        text=text + detokenizer.finish(), token_ids=new, output=self._output(request, prompt)
+                    )
                     return
                 if new:
-                    yield StreamDelta(detokenizer.add(new), new)
+                    yield StreamDelta(text=detokenizer.add(new), token_ids=new)
                 else:
                     self._step()
         finally:
@@ -344,20 +297,23 @@ class LLM:
         shown = request.output_ids[:-1] if request.matched_token_id is not None else request.output_ids
         assert request.finish_reason is not None and request.arrival_time is not None
         start = request.arrival_time
-        return RequestOutput(
-            prompt=prompt,
-            prompt_token_ids=request.prompt_ids.tolist(),
+        completion = CompletionOutput(
             text=self.tokenizer.decode(shown, skip_special_tokens=request.sampling.skip_special_tokens),
             token_ids=list(request.output_ids),
             finish_reason=request.finish_reason,
             matched_token_id=request.matched_token_id,
-            seed=request.seed,
             error=request.error,
-            cached_tokens=request.cached_tokens,
             preemptions=request.num_preemptions,
             queue_seconds=_since(start, request.admit_time),
             first_token_seconds=_since(start, request.first_token_time),
             total_seconds=_since(start, request.finish_time),
+        )
+        return RequestOutput(
+            prompt=prompt,
+            prompt_token_ids=request.prompt_ids.tolist(),
+            outputs=[completion],
+            seed=request.seed,
+            cached_tokens=request.cached_tokens,
         )
 
 

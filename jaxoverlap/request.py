@@ -17,133 +17,23 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxoverlap.errors import InvalidRequestError, JaxOverlapError, UnsupportedError
+from jaxoverlap.checks import check_int, check_real
+from jaxoverlap.errors import InvalidRequestError, JaxOverlapError
+from jaxoverlap.outputs import FinishReason, TokenScore
+from jaxoverlap.sampling_params import SamplingParams
 
 MAX_STOP_IDS = 16
 """Stop ids (EOS ids included) the device watches for in one row; fixed because it is part of a compiled shape."""
-
-GREEDY_BELOW = 1e-5
-"""A temperature below this is greedy (as in vLLM); dividing by it would overflow."""
-
-
-class FinishReason(enum.StrEnum):
-    """Why a request ended. The first three ended as asked."""
-
-    EOS = "eos"
-    STOP_TOKEN = "stop_token"
-    LENGTH = "length"
-    ABORTED = "aborted"
-    ERROR = "error"
-
-    @property
-    def as_asked(self) -> bool:
-        return self in (FinishReason.EOS, FinishReason.STOP_TOKEN, FinishReason.LENGTH)
 
 
 class RequestStatus(enum.StrEnum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
-
-
-def _check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
-    good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-    try:
-        good = good and math.isfinite(value)
-    except OverflowError:  # an integer beyond the largest float
-        good = False
-    if not good or not low <= value <= high or (low_open and value == low):
-        raise InvalidRequestError(name, value, f"use {allowed}")
-
-
-def _check_int(name: str, value: Any, low: int, high: int, allowed: str) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
-        raise InvalidRequestError(name, value, f"use {allowed}")
-
-
-_KNOWN_ELSEWHERE = frozenset(
-    """
-    n best_of min_tokens stop include_stop_str_in_output logprobs prompt_logprobs top_logprobs logit_bias
-    repetition_penalty presence_penalty frequency_penalty response_format tools tool_choice bad_words allowed_token_ids
-    """.split()  # noqa: SIM905
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to choose tokens and when to stop. Names and defaults are vLLM's.
-
-    Attributes:
-      temperature: ≥ 0. 0 (anything below 1e-5) is greedy: the highest logit, the lowest id among equals.
-      top_k: keep the k highest logits (and those equal to the k-th); 0 or -1 keeps all.
-      top_p: in (0, 1]. Keep the smallest set of most probable tokens whose probability reaches ``top_p``
-        (Holtzman et al., 2020), taken after ``top_k``.
-      min_p: in [0, 1]. Drop tokens less probable than ``min_p`` times the most probable one (Nguyen et al., 2024).
-      seed: 0 … 2**64 - 1. The same seed, prompt and parameters give the same tokens, whatever else runs.
-        None draws one; the outputs say which.
-      max_tokens: ≥ 1, outputs at most; None fills the context. The context's end is a limit in any case.
-      stop_token_ids: ids that end the request; they count as output but are left out of the text.
-      ignore_eos: go on through the model's own end-of-sequence ids; ``stop_token_ids`` still stop.
-      skip_special_tokens: leave special tokens out of the text.
-
-    Raises:
-      InvalidRequestError: a value of the wrong type or out of range.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        _check_real("temperature", self.temperature, 0.0, math.inf, "a finite number ≥ 0")
-        _check_real("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]", low_open=True)
-        _check_real("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
-        _check_int("top_k", self.top_k, -1, 2**31 - 1, "-1 or 0 (off) or an integer from 1 to 2**31 - 1")
-        if self.seed is not None:
-            _check_int("seed", self.seed, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1, or leave it out")
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, "an integer from 1 to 2**31 - 1, or leave it out")
-        for name in ("ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(name, getattr(self, name), "use true or false")
-        ids = self.stop_token_ids
-        if isinstance(ids, str) or not isinstance(ids, Sequence | np.ndarray | set | frozenset):
-            raise InvalidRequestError("stop_token_ids", ids, "use a list of token ids")
-        for index, token_id in enumerate(ids):
-            _check_int(f"stop_token_ids[{index}]", token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
-        object.__setattr__(self, "stop_token_ids", tuple(dict.fromkeys(int(i) for i in ids)))
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW or self.top_k == 1
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any], **defaults: Any) -> SamplingParams:
-        """From decoded JSON.
-
-        Raises:
-          UnsupportedError: a field that engines like this one have, but not this build.
-          InvalidRequestError: an unknown field, or a bad value. A null means "not given".
-        """
-        names = [f.name for f in fields(cls)]
-        for name, value in values.items():
-            if name in names:
-                continue
-            if name in _KNOWN_ELSEWHERE:
-                raise UnsupportedError(f"{name} is not supported in this build; supported are {', '.join(names)}")
-            raise InvalidRequestError(name, value, f"no such field; known are {', '.join(names)}")
-        return cls(**(defaults | {name: value for name, value in values.items() if value is not None}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,9 +56,9 @@ class RequestOptions:
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
-        _check_int("priority", self.priority, -(2**31), 2**31 - 1, "an integer from -2**31 to 2**31 - 1")
+        check_int("priority", self.priority, -(2**31), 2**31 - 1, "an integer from -2**31 to 2**31 - 1")
         if self.timeout is not None:
-            _check_real("timeout", self.timeout, 0.0, math.inf, "seconds above 0, or leave it out", low_open=True)
+            check_real("timeout", self.timeout, 0.0, math.inf, "seconds above 0, or leave it out", low_open=True)
         if self.cache_salt is not None and (not isinstance(self.cache_salt, str) or not self.cache_salt):
             raise InvalidRequestError("cache_salt", self.cache_salt, "use a text that is not empty, or leave it out")
 
@@ -264,7 +154,8 @@ class Request:
       priority: the lowest value is served first; among equals, who came first.
       timeout: seconds from its arrival after which it is ended; None is never.
       cache_salt: requests share cached prefixes only with those of the same salt.
-      output_ids: committed outputs.
+      output_ids: committed outputs; scores: one for each of them, if log-probabilities are asked for.
+      prompt_scores: one for each prompt token but the first, if asked for.
       row: its line in the row table while it runs, else None.
       extend_ids: int32, the tokens known when it got its row, whose KV is to be there before it decodes.
       cached_tokens: prompt tokens found in the prefix cache when it was first admitted.
@@ -285,6 +176,8 @@ class Request:
     cache_salt: str | None = None
     status: RequestStatus = RequestStatus.WAITING
     output_ids: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
     row: int | None = None
     extend_ids: np.ndarray | None = None
     cached_tokens: int = 0

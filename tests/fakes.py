@@ -16,7 +16,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxoverlap.request import MAX_STOP_IDS, FinishReason, Request, RequestLimits, SamplingParams
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import MAX_STOP_IDS, Request, RequestLimits
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import RowStatus, StepPlan
 
 VOCAB_SIZE = 97

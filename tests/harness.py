@@ -8,15 +8,9 @@ import numpy as np
 
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import DeadlineError
-from jaxoverlap.request import (
-    DEFAULT_OPTIONS,
-    FinishReason,
-    Request,
-    RequestLimits,
-    RequestOptions,
-    RequestStatus,
-    SamplingParams,
-)
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestLimits, RequestOptions, RequestStatus
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import StepOutput, StepPlan
 from tests.fakes import VOCAB_SIZE, ToyRunner, oracle

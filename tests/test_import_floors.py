@@ -13,14 +13,25 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxoverlap"
 
 FLOOR = {
-    "errors": -1, "request": 0, "config": 1, "observe": 0,
+    "errors": -3, "checks": -2, "sampling_params": -1, "outputs": -1, "request": 0, "config": 1, "observe": 0,
     "cache": 1, "scheduler": 1, "model": 1,
     "runtime": 2, "text": 2,
     "engine": 3, "display": 3,
     "llm": 4,
     "cli": 5,
 }  # fmt: skip
-NO_JAX = {"errors", "request", "config", "observe", "cache", "scheduler", "text"}
+NO_JAX = {
+    "errors",
+    "checks",
+    "sampling_params",
+    "outputs",
+    "request",
+    "config",
+    "observe",
+    "cache",
+    "scheduler",
+    "text",
+}
 SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler")}
 """Allowed between different parts of one floor."""
 

@@ -58,6 +58,6 @@ def test_the_edges_are_allowed():
 def test_from_dict_tells_unknown_from_not_built():
     with pytest.raises(InvalidRequestError, match="temprature"):
         SamplingParams.from_dict({"temprature": 1})
-    with pytest.raises(UnsupportedError, match="presence_penalty"):
-        SamplingParams.from_dict({"presence_penalty": 0.5})
+    with pytest.raises(UnsupportedError, match="bad_words"):
+        SamplingParams.from_dict({"bad_words": ["x"]})
     assert SamplingParams.from_dict({"top_k": 3, "seed": None}, max_tokens=7) == SamplingParams(top_k=3, max_tokens=7)

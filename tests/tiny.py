@@ -14,8 +14,9 @@ from jaxoverlap.engine.engine import Engine
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.decoder import random_weights
 from jaxoverlap.model.rope import RopeConfig
-from jaxoverlap.request import Request, RequestLimits, SamplingParams
+from jaxoverlap.request import Request, RequestLimits
 from jaxoverlap.runtime.runner import DeviceRunner
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 from tests.model.dense import dense_logits
 

@@ -24,7 +24,8 @@ from jaxoverlap.cli.batch_format import (
 )
 from jaxoverlap.cli.options import EngineOptions, SamplingOptions, TreatmentOptions
 from jaxoverlap.errors import EngineError, JaxOverlapError
-from jaxoverlap.request import RequestOptions, SamplingParams
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import LLM, Prompt

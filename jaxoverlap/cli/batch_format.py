@@ -17,7 +17,9 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.errors import DeadlineError, InvalidRequestError, JaxOverlapError, UnsupportedError
-from jaxoverlap.request import FinishReason, RequestOptions, SamplingParams
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.text.chat_template import check_messages
 
 if TYPE_CHECKING:

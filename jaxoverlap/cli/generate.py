@@ -15,7 +15,8 @@ import typer
 from jaxoverlap.cli import command
 from jaxoverlap.cli.options import EngineOptions, SamplingOptions, TreatmentOptions
 from jaxoverlap.errors import InvalidRequestError
-from jaxoverlap.request import RequestOptions, SamplingParams
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import LLM, Prompt, RequestOutput, StreamDelta

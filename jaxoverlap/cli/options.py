@@ -14,7 +14,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.request import RequestOptions, SamplingParams
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
 
 _engine = functools.partial(typer.Option, rich_help_panel="Engine", show_default=False)
 _request = functools.partial(typer.Option, rich_help_panel="Request", show_default=False)

@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxoverlap.engine.loop import OverlapLoop
-from jaxoverlap.errors import EngineError
-from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions, SamplingParams
+from jaxoverlap.errors import EngineError, UnsupportedError
+from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions
 from jaxoverlap.runtime.result_queue import Runner
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import StepOutput
 from jaxoverlap.scheduler.scheduler import Scheduler
@@ -91,6 +92,7 @@ class Engine:
     def _resolve(
         self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams
     ) -> tuple[np.ndarray, int, tuple[int, ...]]:
+        _check_built(sampling)
         prompt = self.limits.check_prompt(prompt_ids)
         stop_ids = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -115,3 +117,26 @@ class Engine:
         except Exception as error:
             self._failure = EngineError(f"the engine failed and must be restarted: {type(error).__name__}: {error}")
             raise self._failure from error
+
+
+_NOT_BUILT = {
+    "n": 1,
+    "best_of": None,
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+    "banned_token_ids": (),
+    "min_tokens": 0,
+    "stop": (),
+    "logprobs": None,
+    "prompt_logprobs": None,
+    "structured_output": None,
+}
+
+
+def _check_built(sampling: SamplingParams) -> None:
+    for name, nothing in _NOT_BUILT.items():
+        if getattr(sampling, name) != nothing:
+            raise UnsupportedError(f"{name} is not supported in this build")

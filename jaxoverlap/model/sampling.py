@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxoverlap.request import GREEDY_BELOW
+from jaxoverlap.sampling_params import GREEDY_BELOW
 
 _TOP_BIT = 0x80000000
 

@@ -25,7 +25,8 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxoverlap.errors import DeadlineError, EngineError, JaxOverlapError, QueueFullError
-from jaxoverlap.request import FinishReason, Request, RequestStatus
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import Request, RequestStatus
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import RowStatus, StepOutput, StepPlan
 from jaxoverlap.scheduler.planner import Planner

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from jaxoverlap.cli.batch_format import BadLine, ModelNames, answer_line, error_line, parse_line, read_key, to_request
-from jaxoverlap.request import FinishReason, SamplingParams
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.sampling_params import SamplingParams
 
 NAMES = ModelNames.of("toy", "models/toy")
 CHAT = [{"role": "user", "content": "Hi"}]

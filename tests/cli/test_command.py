@@ -16,7 +16,7 @@ import pytest
 from jaxoverlap import __version__
 from jaxoverlap.cli.options import EngineOptions, SamplingOptions
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.request import SamplingParams
+from jaxoverlap.sampling_params import SamplingParams
 from tests.cli.conftest import ROOT, read_answers, write_lines
 from tests.cli.test_batch import item, without_ids
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from jaxoverlap.cli.generate import _fitting, in_order
-from jaxoverlap.request import SamplingParams
+from jaxoverlap.sampling_params import SamplingParams
 from tests.cli import toy
 from tests.fakes import oracle
 

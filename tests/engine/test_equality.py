@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxoverlap.request import FinishReason, SamplingParams
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.sampling_params import SamplingParams
 from tests.tiny import VOCAB_SIZE, dense_greedy, drain, make_engine, random_requests
 
 SEED = 8

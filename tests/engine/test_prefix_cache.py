@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxoverlap.config import PRESETS
-from jaxoverlap.request import RequestOptions, SamplingParams
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
 from tests.engine.test_equality import GAP, SEED, outcomes
 from tests.tiny import VOCAB_SIZE, dense_greedy, drain, make_engine, random_requests
 

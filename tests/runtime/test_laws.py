@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax._src.array import ArrayImpl
 
-from jaxoverlap.request import SamplingParams
 from jaxoverlap.runtime.runner import LaunchedDeviceStep
+from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import RowStatus
 from tests.tiny import CONFIG, make_engine, make_runner, random_requests, scheduler_config
 

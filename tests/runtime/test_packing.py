@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxoverlap.request import SamplingParams
 from jaxoverlap.runtime.buckets import StepShape
 from jaxoverlap.runtime.packing import NO_STOP_ID, pack, read_row_params, unpack
+from jaxoverlap.sampling_params import SamplingParams
 from tests.tiny import make_engine
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxoverlap.errors import EngineError
-from jaxoverlap.request import FinishReason, Request
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import Request
 from tests.harness import Harness
 
 PROMPT = list(range(40))

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxoverlap.errors import InvalidRequestError
-from jaxoverlap.request import MAX_STOP_IDS, FinishReason
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import MAX_STOP_IDS
 from tests.fakes import VOCAB_SIZE
 from tests.harness import Harness
 

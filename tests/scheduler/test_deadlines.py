@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from jaxoverlap.errors import DeadlineError, EngineError, QueueFullError
-from jaxoverlap.request import FinishReason, RequestOptions
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import RequestOptions
 from tests.harness import Harness
 
 SOON = RequestOptions(timeout=1.0)

@@ -7,7 +7,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxoverlap.request import FinishReason, RequestOptions
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import RequestOptions
 from jaxoverlap.scheduler import planner
 from jaxoverlap.scheduler.policy import choose_victims
 from tests.harness import Harness

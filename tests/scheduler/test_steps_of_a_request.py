@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxoverlap.request import FinishReason
+from jaxoverlap.outputs import FinishReason
 from tests.fakes import oracle
 from tests.harness import EOS_IDS, Harness
 

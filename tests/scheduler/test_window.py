@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from jaxoverlap.request import FinishReason
+from jaxoverlap.outputs import FinishReason
 from tests.harness import Harness
 
 LOOKAHEADS = [0, 1, 2, 4]

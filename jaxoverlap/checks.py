@@ -1,0 +1,41 @@
+"""Checks of single values, with one way of saying what would have been allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxoverlap.errors import InvalidRequestError
+
+
+def check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
+    """A finite number in [low, high], or (low, high]."""
+    good = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    try:
+        good = good and math.isfinite(value)
+    except OverflowError:  # an integer beyond the largest float
+        good = False
+    if not good or not low <= value <= high or (low_open and value == low):
+        raise InvalidRequestError(name, value, f"use {allowed}")
+
+
+def check_int(name: str, value: Any, low: int, high: int, allowed: str) -> None:
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not low <= value <= high:
+        raise InvalidRequestError(name, value, f"use {allowed}")
+
+
+def check_bool(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise InvalidRequestError(name, value, "use true or false")
+
+
+def check_ids(name: str, ids: Any) -> tuple[int, ...]:
+    """Token ids as a tuple, each once, in their order. The vocabulary's end is checked where it is known."""
+    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray | set | frozenset):
+        raise InvalidRequestError(name, ids, "use a list of token ids")
+    for index, token_id in enumerate(ids):
+        check_int(f"{name}[{index}]", token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
+    return tuple(dict.fromkeys(int(i) for i in ids))
