@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxoverlap.engine.loop import OverlapLoop
-from jaxoverlap.errors import EngineError, UnsupportedError
+from jaxoverlap.errors import EngineError, InvalidRequestError, UnsupportedError
 from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions
 from jaxoverlap.runtime.result_queue import Runner
 from jaxoverlap.sampling_params import SamplingParams
@@ -97,7 +97,11 @@ class Engine:
         stop_ids = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= dict.fromkeys(self.eos_token_ids)
+        self.limits.check_rules(sampling, tuple(stop_ids))
         max_tokens = self.limits.resolve_max_tokens(len(prompt), sampling.max_tokens)
+        if sampling.min_tokens > max_tokens:
+            allowed = f"after {len(prompt)} prompt tokens there is room for {max_tokens} outputs"
+            raise InvalidRequestError("min_tokens", sampling.min_tokens, allowed)
         return prompt, max_tokens, self.limits.check_stop_ids(tuple(stop_ids))
 
     def abort(self, request: Request) -> bool:
@@ -122,16 +126,7 @@ class Engine:
 _NOT_BUILT = {
     "n": 1,
     "best_of": None,
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "banned_token_ids": (),
-    "min_tokens": 0,
     "stop": (),
-    "logprobs": None,
-    "prompt_logprobs": None,
     "structured_output": None,
 }
 
