@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.errors import DeadlineError, InvalidRequestError, JaxOverlapError, UnsupportedError
 from jaxoverlap.outputs import FinishReason
+from jaxoverlap.prompts import check_messages
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
-from jaxoverlap.text.chat_template import check_messages
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import Prompt, RequestOutput
