@@ -1,10 +1,10 @@
-"""What the engine asks of a request's structured output; how a grammar does it is the business of `text.grammar`.
+"""What a grammar is to the engine: something that says, token by token, what may come next.
 
 The rules, for who calls:
 
 - The mask of a step is filled after every earlier token of the request has been committed, so a constraint has seen
   exactly the committed ids. A preempted request keeps its constraint.
-- `advance` is told each committed token once, in order, the one that ends the request included. Then it is known
+- `advance` is told each committed token once, in order, but for one that ends the request by itself. After it is known
   whether the request goes on: if `error` is set, it ends with that error; if `is_complete`, it ends as asked; else
   there is a mask with an id in it.
 - Nothing here raises for what a grammar or a model does, and no id is allowed once a constraint is complete or in
@@ -22,11 +22,11 @@ from jaxoverlap.sampling_params import SamplingParams
 
 
 class TokenConstraint(Protocol):
-    """One sequence's.
+    """One sequence's place in its grammar.
 
     Attributes:
       is_complete: nothing more may follow.
-      error: why the sequence can't go on (a dead end, or a fault), else None.
+      error: a dead end or a fault inside, which ends the request; None while all is well.
     """
 
     @property
@@ -36,20 +36,32 @@ class TokenConstraint(Protocol):
     def error(self) -> str | None: ...
 
     def fill_mask(self, out: np.ndarray) -> None:
-        """Which ids may come next, into int32 [ceil(V/32)]: id i is bit ``i % 32`` of word ``i // 32``."""
+        """Sets bit i % 32 of word i // 32 where id i may come, and clears the others: int32 [ceil(V / 32)]."""
+        ...
 
     def advance(self, token_id: int) -> None:
-        """Takes a committed token."""
+        """Takes a committed token that does not end the request by itself."""
+        ...
+
+
+class CompiledConstraint(Protocol):
+    """What a request's text must be, compiled; each of its samples starts from here."""
+
+    def start(self) -> TokenConstraint:
+        """A constraint of its own at the beginning of a text; takes microseconds."""
+        ...
 
 
 class ConstraintCompiler(Protocol):
-    """Makes constraints; may be called from any thread."""
+    """Compiles what requests ask for; may be called from any thread."""
 
-    def submit(self, sampling: SamplingParams) -> Future[TokenConstraint]:
-        """A new constraint for ``sampling.structured_output``, once it is compiled; does not block.
+    def submit(self, sampling: SamplingParams) -> Future[CompiledConstraint]:
+        """Compiles ``sampling.structured_output``, for these parameters; does not block.
 
         The future raises `InvalidRequestError` for a structure that is wrong, unsatisfiable or too complex.
         """
+        ...
 
     def close(self) -> None:
-        """Lets go of threads and processes; what is being compiled is cancelled."""
+        """Lets go of threads and processes; what is being compiled fails."""
+        ...

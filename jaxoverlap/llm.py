@@ -164,6 +164,7 @@ class LLM:
             self._closed = True
             self._waiters.clear()
             self.runner.release()
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -21,7 +21,7 @@ EOS_IDS = (2, 3)
 TABLE_SIZE = 330
 """More rows than the tokenizer has tokens, as padded tables do."""
 
-_PIECES = [*'{"_":_",_"}_}}_[]_{}_, "_": "_true_false_null_00_ab_abc_ a'.split("_")]
+_PIECES = ['{"', '":', '",', '"}', "}}", "[]", "{}", ', "', '": "', "true", "false", "null", "00", "ab", " a"]
 _CHARS = pre_tokenizers.ByteLevel.alphabet()
 
 
@@ -62,7 +62,7 @@ def constraint(
     compiler: GrammarCompiler, sampling: dict[str, Any] | None = None, **structure: Any
 ) -> GrammarConstraint:
     params = SamplingParams(structured_output=StructuredOutput(**structure), **(sampling or {}))
-    made = compiler.submit(params).result()
+    made = compiler.submit(params).result().start()
     assert isinstance(made, GrammarConstraint)
     return made
 

@@ -13,11 +13,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import llguidance
 
-from jaxoverlap.constraint import TokenConstraint
+from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.errors import EngineError, InvalidRequestError
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from jaxoverlap.text.grammar import GrammarConstraint, grammar_of
@@ -28,6 +29,18 @@ from jaxoverlap.text.tokenizer import Tokenizer
 COMPILE_SECONDS = 5.0
 WORKERS = 2
 CACHED_GRAMMARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A `CompiledConstraint`; safe to share between threads. The matcher stays at its beginning."""
+
+    matcher: llguidance.LLMatcher
+    vocabulary: GrammarVocabulary
+    sampling: SamplingParams
+
+    def start(self) -> GrammarConstraint:
+        return GrammarConstraint(self.matcher.deep_copy(), self.vocabulary, self.sampling)
 
 
 class GrammarCompiler:
@@ -70,16 +83,16 @@ class GrammarCompiler:
                 self._vocabulary = GrammarVocabulary(*self._source)
             return self._vocabulary
 
-    def submit(self, sampling: SamplingParams) -> Future[TokenConstraint]:
+    def submit(self, sampling: SamplingParams) -> Future[CompiledConstraint]:
         """See `ConstraintCompiler.submit`."""
         structure = sampling.structured_output
         assert structure is not None
-        result: Future[TokenConstraint] = Future()
+        result: Future[CompiledConstraint] = Future()
         result.set_running_or_notify_cancel()  # a caller who gives up must not hold up those who want the same
 
         def resolve(compiled: Future[llguidance.LLMatcher]) -> None:
             try:
-                result.set_result(self._constraint(compiled, field, structure, sampling))
+                result.set_result(self._checked(compiled, field, structure, sampling))
             except Exception as error:
                 result.set_exception(error)
 
@@ -119,23 +132,25 @@ class GrammarCompiler:
     def _table(self) -> tuple[list[bytes], list[int]]:
         return self.vocabulary.tokens, self.vocabulary.special_ids
 
-    def _constraint(
+    def _checked(
         self,
         compiled: Future[llguidance.LLMatcher],
         field: str,
         structure: StructuredOutput,
         sampling: SamplingParams,
-    ) -> GrammarConstraint:
+    ) -> CompiledGrammar:
+        """Tries whether there is a first token, with all that the parameters say."""
         try:
-            constraint = GrammarConstraint(compiled.result().deep_copy(), self.vocabulary, sampling)
+            grammar = CompiledGrammar(compiled.result(), self.vocabulary, sampling)
         except TrialError as error:
             refused = str(error)
         except CancelledError as error:
             raise EngineError("the engine is shutting down") from error
         else:
-            if not constraint.is_complete and constraint.error is None:
-                return constraint
-            refused = "nothing but the empty text satisfies it" if constraint.is_complete else str(constraint.error)
+            first = grammar.start()
+            if not first.is_complete and first.error is None:
+                return grammar
+            refused = "nothing but the empty text satisfies it" if first.is_complete else str(first.error)
         raise InvalidRequestError(f"structured_output.{field}", getattr(structure, field), refused)
 
 

@@ -201,7 +201,7 @@ def test_many_threads_share_a_compiler(compiler):
     seen: list[int] = []
 
     def use(index: int) -> None:
-        one = made[index].result()
+        one = made[index].result().start()
         while not one.is_complete:
             one.advance(next(i for i in allowed_ids(one) if i not in EOS_IDS))
         seen.append(index)
