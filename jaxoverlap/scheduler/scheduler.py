@@ -240,7 +240,8 @@ class Scheduler:
         assert request.constraint is not None
         problem = request.constraint.error
         if problem is not None:
-            self._finish(request, FinishReason.ERROR, error=InvalidRequestError("structured_output", None, problem))
+            asked = request.sampling.structured_output
+            self._finish(request, FinishReason.ERROR, error=InvalidRequestError("structured_output", asked, problem))
         return problem is not None
 
     def take_news(self) -> list[Request]:
