@@ -19,7 +19,7 @@ import numpy as np
 from jaxoverlap.outputs import FinishReason
 from jaxoverlap.request import MAX_STOP_IDS, Request, RequestLimits
 from jaxoverlap.sampling_params import SamplingParams
-from jaxoverlap.scheduler.plan import RowStatus, StepPlan
+from jaxoverlap.scheduler.plan import RowStatus, StepPlan, StepResult
 
 VOCAB_SIZE = 97
 MAX_LEN = 4096
@@ -77,8 +77,8 @@ class _ToyStep:
     def __init__(self, runner: ToyRunner, plan: StepPlan) -> None:
         self.runner, self.plan, self.result, self.ready_at = runner, plan, None, 0.0
 
-    def read(self) -> np.ndarray:
-        return self.runner.finish(self)
+    def read(self) -> StepResult:
+        return StepResult(self.runner.finish(self))
 
 
 class ToyRunner:

@@ -14,7 +14,7 @@ PACKAGE = ROOT / "jaxoverlap"
 
 FLOOR = {
     "errors": -3, "checks": -2, "prompts": -2, "sampling_params": -1, "outputs": -1,
-    "request": 0, "config": 1, "observe": 0,
+    "constraint": 0, "request": 0, "config": 1, "observe": 0,
     "cache": 1, "scheduler": 1, "model": 1,
     "runtime": 2, "text": 2,
     "engine": 3, "display": 3,
@@ -27,6 +27,7 @@ NO_JAX = {
     "prompts",
     "sampling_params",
     "outputs",
+    "constraint",
     "request",
     "config",
     "observe",
@@ -34,7 +35,7 @@ NO_JAX = {
     "scheduler",
     "text",
 }
-SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler"), ("prompts", "checks")}
+SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler"), ("prompts", "checks"), ("request", "constraint")}
 """Allowed between different parts of one floor."""
 
 

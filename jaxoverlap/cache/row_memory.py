@@ -60,13 +60,13 @@ class RowMemory:
 
     # ---------------------------------------------------------------- a row's life
 
-    def seat(self, row: int, tokens: np.ndarray, salt: str | None, promised: int) -> int | None:
+    def seat(self, row: int, tokens: np.ndarray, salt: str | None, promised: int, *, reuse: bool = True) -> int | None:
         """Gives an empty row the cached prefix of its tokens, and promises it `promised` pages in all.
 
-        At least the last token is left to be computed. Returns how many tokens are cached; None when there are
-        not enough pages, and then nothing has changed.
+        At least the last token is left to be computed; all of them, if nothing may be reused. Returns how many tokens
+        are cached; None when there are not enough pages, and then nothing has changed.
         """
-        wanted = tokens[:-1] if self.prefix_cache_enabled else tokens[:0]
+        wanted = tokens[:-1] if self.prefix_cache_enabled and reuse else tokens[:0]
         node = self.cache.match(wanted, salt)
         self.cache.lock(node)
         if promised - node.depth > self.num_unpromised:
@@ -79,9 +79,9 @@ class RowMemory:
         self._outstanding += promised - node.depth
         return node.depth * self.page_size
 
-    def shortage(self, tokens: np.ndarray, salt: str | None, promised: int) -> int:
+    def shortage(self, tokens: np.ndarray, salt: str | None, promised: int, *, reuse: bool = True) -> int:
         """Pages that have to come free before `seat` succeeds; 0 or less when there are enough."""
-        wanted = tokens[:-1] if self.prefix_cache_enabled else tokens[:0]
+        wanted = tokens[:-1] if self.prefix_cache_enabled and reuse else tokens[:0]
         node = self.cache.match(wanted, salt)
         while node.parent is not None and not node.holds:
             node = node.parent

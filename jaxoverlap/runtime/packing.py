@@ -16,20 +16,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoverlap.request import MAX_STOP_IDS
+from jaxoverlap.request import MAX_STOP_IDS, Request
 from jaxoverlap.runtime.buckets import StepShape
-from jaxoverlap.scheduler.plan import PrefillChunk, StepPlan
+from jaxoverlap.scheduler.plan import StepPlan
 
 ROW_PARAMS = np.dtype(
     [
         ("num_outputs", np.int32),
         ("max_outputs", np.int32),
+        ("min_outputs", np.int32),
         ("top_k", np.int32),
         ("sample_index", np.int32),
         ("seed", np.uint32, 2),
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("has_bias", np.int32),
+        ("top_logprobs", np.int32),
         ("stop_ids", np.int32, MAX_STOP_IDS),
     ]
 )
@@ -106,7 +112,7 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) ->
             field["chunk_starts"][index] = chunk.start
             field["publishes"][index] = chunk.publishes
             field["page_tables"][index, : len(chunk.page_table)] = chunk.page_table
-            field["row_params"][index] = _row_params(chunk)
+            field["row_params"][index] = row_params(chunk.request, chunk.num_outputs)
         field["cu_q_lens"][len(plan.chunks) + 1 :] = end
     packed.flags.writeable = False
     return packed
@@ -125,17 +131,24 @@ def _split(packed, shape: StepShape, pages_per_row: int):
         offset += size
 
 
-def _row_params(chunk: PrefillChunk) -> np.ndarray:
-    request, sampling = chunk.request, chunk.request.sampling
+def row_params(request: Request, num_outputs: int) -> np.ndarray:
+    """int32 [1, ROW_PARAM_WORDS]"""
+    sampling = request.sampling
     params = np.zeros((), dtype=ROW_PARAMS)
-    params["num_outputs"] = chunk.num_outputs
+    params["num_outputs"] = num_outputs
     params["max_outputs"] = request.max_tokens
+    params["min_outputs"] = sampling.min_tokens
     params["top_k"] = sampling.top_k
     params["sample_index"] = request.sample_index
     params["seed"] = (request.seed & 0xFFFFFFFF, request.seed >> 32)
     params["temperature"] = sampling.temperature
     params["top_p"] = sampling.top_p
     params["min_p"] = sampling.min_p
+    params["repetition_penalty"] = sampling.repetition_penalty
+    params["presence_penalty"] = sampling.presence_penalty
+    params["frequency_penalty"] = sampling.frequency_penalty
+    params["has_bias"] = sampling.has_bias
+    params["top_logprobs"] = sampling.num_top_logprobs
     params["stop_ids"] = NO_STOP_ID
     params["stop_ids"][: len(request.stop_ids)] = request.stop_ids
     return params.reshape(1).view(np.int32)

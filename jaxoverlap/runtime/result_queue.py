@@ -11,14 +11,18 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxoverlap.scheduler.plan import StepPlan
+from jaxoverlap.scheduler.plan import StepPlan, StepResult
 
 
 class LaunchedStep(Protocol):
     """A step the device is working on."""
 
-    def read(self) -> np.ndarray:
-        """Waits; int32 [len(plan.rows), 2], token and `RowStatus`. Called by `ResultQueue.pop` only."""
+    def sample(self, allowed: np.ndarray) -> None:
+        """Launches the second half of a constrained step: int32 [len(plan.rows), mask words]."""
+        ...
+
+    def read(self) -> StepResult:
+        """Waits. Called by `ResultQueue.pop` only."""
         ...
 
 
@@ -26,7 +30,7 @@ class Runner(Protocol):
     """Whatever executes plans, in the order in which they are launched."""
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a step and returns at once."""
+        """Starts a step and returns at once; of a constrained plan, the first half."""
         ...
 
 
@@ -48,7 +52,7 @@ class ResultQueue:
     def push(self, plan: StepPlan, launched: LaunchedStep) -> None:
         self._pending.append(PendingStep(plan, launched))
 
-    def pop(self) -> tuple[StepPlan, np.ndarray]:
+    def pop(self) -> tuple[StepPlan, StepResult]:
         """Waits for the oldest step. It stays in the queue if the wait is interrupted."""
         pending = self._pending[0]
         result = pending.launched.read()

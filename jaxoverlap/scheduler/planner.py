@@ -205,7 +205,9 @@ class Planner:
         """Preempts for a request that has waited too long: rows that had their turn, and so long at least."""
         state = self._state
         promised = state.pages_for(state.promise_to(request))
-        pages = state.memory.shortage(request.known_ids(), request.cache_salt, promised) - state.pages_on_their_way()
+        reuse = not request.needs_prompt_scores
+        pages = state.memory.shortage(request.known_ids(), request.cache_salt, promised, reuse=reuse)
+        pages -= state.pages_on_their_way()
         rows = 0 if state.rows.free_rows or state.rows.leaving.any() else 1
         views = state.running_views(running_until=now - state.config.max_prompt_wait)
         victims = choose_victims(views, pages, rows=rows, at_least_priority=request.priority)
@@ -235,6 +237,8 @@ class Planner:
             generations=table.generation[rows],
             request_ids=table.request_ids[rows],
             no_page=self._state.memory.no_page,
+            constrained=np.flatnonzero(table.constrained[rows]),
+            is_scored=bool(table.scored[rows].any()),
         )
         self._next_step_id += 1
         plan.seal()

@@ -40,6 +40,10 @@ class RowTable:
         """Leaving, because its request is finished: tokens that still come are nobody's."""
         self.in_flight = np.zeros(num_rows, dtype=np.int32)
         """Launched and uncommitted steps that name the row."""
+        self.scored = np.zeros(num_rows, dtype=bool)
+        """Its request asks for log-probabilities."""
+        self.constrained = np.zeros(num_rows, dtype=bool)
+        """Its request's text must follow a grammar."""
         self.last_progress = np.zeros(num_rows)
         """Seconds on the scheduler's clock: admission, or the last committed token or chunk."""
 
@@ -56,6 +60,8 @@ class RowTable:
         self.promised_len[row] = promised_len
         self.max_outputs[row] = request.max_tokens
         self.planned_outputs[row] = len(request.output_ids)
+        self.scored[row] = request.sampling.num_top_logprobs >= 0
+        self.constrained[row] = request.constraint is not None
         self.last_progress[row] = now
 
     def give_back(self, row: int) -> None:
@@ -66,7 +72,8 @@ class RowTable:
         self.request_ids[row] = -1
         for array in (self.written_len, self.planned_len, self.promised_len, self.planned_outputs, self.max_outputs):
             array[row] = 0
-        self.decoding[row] = self.leaving[row] = self.finished[row] = False
+        for flags in (self.decoding, self.leaving, self.finished, self.scored, self.constrained):
+            flags[row] = False
         self.free_rows.append(row)
 
     def check_integrity(self) -> None:

@@ -24,16 +24,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxoverlap.errors import DeadlineError, EngineError, JaxOverlapError, QueueFullError
+from jaxoverlap.errors import DeadlineError, EngineError, InvalidRequestError, JaxOverlapError, QueueFullError
 from jaxoverlap.outputs import FinishReason
 from jaxoverlap.request import Request, RequestStatus
 from jaxoverlap.scheduler.config import SchedulerConfig
-from jaxoverlap.scheduler.plan import RowStatus, StepOutput, StepPlan
+from jaxoverlap.scheduler.plan import RowStatus, StepOutput, StepPlan, StepResult
 from jaxoverlap.scheduler.planner import Planner
+from jaxoverlap.scheduler.scores import commit_prompt_scores, commit_scores
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.scheduler.state import Counters, SchedulerState
 
-_HAS_TOKEN = np.array([status not in (RowStatus.VOID, RowStatus.BAD_LOGITS) for status in RowStatus])
+_NO_TOKEN = (RowStatus.VOID, RowStatus.BAD_LOGITS, RowStatus.NO_TOKEN)
+_HAS_TOKEN = np.array([status not in _NO_TOKEN for status in RowStatus])
 _IS_BAD = np.array([status == RowStatus.BAD_LOGITS for status in RowStatus])
 _ENDS = np.array([status not in (RowStatus.RUNNING, RowStatus.VOID) for status in RowStatus])
 _PAUSE = 1.0
@@ -60,7 +62,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.state.waiting)
+        return self.state.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -68,7 +70,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(len(self.state.waiting) or self.state.running)
+        return bool(self.state.num_waiting or self.state.running)
 
     @property
     def has_news(self) -> bool:
@@ -78,7 +80,7 @@ class Scheduler:
     @property
     def queue_is_full(self) -> bool:
         limit = self.config.max_queue
-        return limit is not None and self.state.waiting.num_fresh >= limit
+        return limit is not None and self.state.waiting.num_fresh + len(self.state.held) >= limit
 
     def memory_snapshot(self) -> MemorySnapshot:
         """Who has which page now."""
@@ -171,20 +173,36 @@ class Scheduler:
 
     # ---------------------------------------------------------------- commit, finish, retire
 
-    def commit(self, plan: StepPlan, result: np.ndarray) -> StepOutput:
-        """Takes a step's result, int32 [len(plan.rows), 2]: token and `RowStatus` of each row.
+    def allowed_tokens(self, plan: StepPlan) -> np.ndarray:
+        """What the rows of a constrained plan may say, once everything before it is committed: int32 [rows, words],
+        a set bit for each id that may come; all of them for rows that follow no grammar."""
+        words = -(-self.config.limits.vocab_size // 32)
+        allowed = np.full((len(plan.rows), words), -1, dtype=np.int32)
+        table = self.state.rows
+        for index in plan.constrained.tolist():
+            row = plan.rows[index]
+            if table.finished[row]:  # by what was committed meanwhile: its token is nobody's
+                continue
+            request: Request = table.requests[row]
+            assert request.constraint is not None
+            request.constraint.fill_mask(allowed[index])
+            self._end_if_constraint_failed(request)
+        return allowed
+
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Takes a step's result.
 
         Raises:
           EngineError: a plan out of order, committed twice, or a result of another shape.
         """
         if plan.step_id != self._next_commit_id:
             raise EngineError(f"step {plan.step_id} committed, but step {self._next_commit_id} is the oldest in flight")
-        if result.shape != (len(plan.rows), 2):
-            raise EngineError(f"step {plan.step_id}: result of shape {result.shape} for {len(plan.rows)} rows")
+        if result.outcomes.shape != (len(plan.rows), 2):
+            raise EngineError(f"step {plan.step_id}: result of shape {result.outcomes.shape} for {len(plan.rows)} rows")
         self._next_commit_id += 1
         rows = self.state.rows
         rows.in_flight[plan.rows] -= 1
-        status = result[:, 1]
+        status = result.outcomes[:, 1]
         same_owner = (rows.generation[plan.rows] == plan.generations) & (
             rows.request_ids[plan.rows] == plan.request_ids
         )
@@ -193,15 +211,38 @@ class Scheduler:
         rows.last_progress[plan.rows[alive]] = now = self._clock()
         if plan.chunks:
             self._commit_chunks(plan, alive & ~_IS_BAD[status], good, now)
+            if result.prompt_scores is not None:
+                commit_prompt_scores(plan, alive, result.prompt_scores)
         decoded = good[len(plan.chunks) :]
         rows.written_len[plan.decode_rows[decoded]] += 1
         requests: list[Request] = rows.requests[plan.rows[good]].tolist()
-        token_ids: list[int] = result[good, 0].tolist()
+        token_ids: list[int] = result.outcomes[good, 0].tolist()
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output_ids.append(token_id)
+        if result.scores is not None:
+            commit_scores(requests, token_ids, result.scores[good])
+        for index in plan.constrained[good[plan.constrained]].tolist():
+            if status[index] != RowStatus.STOP:
+                self._advance(rows.requests[plan.rows[index]], int(result.outcomes[index, 0]))
         for index in np.flatnonzero(alive & _ENDS[status]).tolist():
-            self._finish_as_device_says(rows.requests[plan.rows[index]], RowStatus(int(status[index])))
+            if not rows.finished[plan.rows[index]]:
+                self._finish_as_device_says(rows.requests[plan.rows[index]], RowStatus(int(status[index])))
         return StepOutput(plan.step_id, requests, token_ids, self.take_news())
+
+    def _advance(self, request: Request, token_id: int) -> None:
+        constraint = request.constraint
+        assert constraint is not None
+        constraint.advance(token_id)
+        if not self._end_if_constraint_failed(request) and constraint.is_complete:
+            self._finish(request, FinishReason.GRAMMAR_COMPLETE)
+
+    def _end_if_constraint_failed(self, request: Request) -> bool:
+        assert request.constraint is not None
+        problem = request.constraint.error
+        if problem is not None:
+            asked = request.sampling.structured_output
+            self._finish(request, FinishReason.ERROR, error=InvalidRequestError("structured_output", asked, problem))
+        return problem is not None
 
     def take_news(self) -> list[Request]:
         """Requests finished since the last call, in the order in which they finished."""
@@ -219,6 +260,7 @@ class Scheduler:
                     self.state.memory.cache_pages(chunk.row, request.extend_ids[: chunk.end])
             if published[index] and request.first_token_time is None:
                 request.first_token_time = now
+                self.state.release_samples(request, now)
 
     def _finish_as_device_says(self, request: Request, status: RowStatus) -> None:
         if status == RowStatus.LENGTH:
@@ -227,6 +269,9 @@ class Scheduler:
             token_id = request.output_ids[-1]
             by_caller = token_id in request.sampling.stop_token_ids
             self._finish(request, FinishReason.STOP_TOKEN if by_caller else FinishReason.EOS, matched=token_id)
+        elif status == RowStatus.NO_TOKEN:
+            rules = f"its rules leave no token to choose at position {request.committed_len}"
+            self._finish(request, FinishReason.ERROR, error=InvalidRequestError("sampling_params", None, rules))
         else:
             position = request.committed_len
             error = EngineError(f"NaN or infinite logits at position {position}: no token could be chosen")
@@ -242,7 +287,7 @@ class Scheduler:
     ) -> None:
         assert request.status != RequestStatus.FINISHED, f"request {request.request_id} finished twice"
         if request.row is None:
-            self.state.waiting.remove(request)
+            self.state.leave_queue(request)
         else:
             self.state.leave(request)
             self.state.rows.finished[request.row] = True
@@ -253,6 +298,7 @@ class Scheduler:
         request.error = error
         request.finish_time = self._clock()
         self._newly_finished.append(request)
+        self.state.release_samples(request, request.finish_time)
 
     def retire(self) -> None:
         """Takes back leaving rows that no step in flight names, and pages that fell out of a window."""
