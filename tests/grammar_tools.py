@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from jaxoverlap.constraint import CompiledConstraint, TokenConstraint
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import Request
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from jaxoverlap.text.grammar import GrammarConstraint
 from jaxoverlap.text.grammar_compiler import GrammarCompiler
@@ -52,6 +57,20 @@ def sentencepiece_tokenizer(*, byte_fallback: bool) -> Tokenizer:
     backend.decoder = decoders.Sequence(steps) if byte_fallback else decoders.Metaspace()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return Tokenizer(backend, eos_token_ids=EOS_IDS[:1])
+
+
+@functools.cache
+def ascii_tokenizer() -> Tokenizer:
+    """Few enough ids for the models of `tests.tiny` and `tests.fakes`, whose table has more rows; id 5 is the end."""
+    special = [*SPECIAL, "<eos>"]
+    characters = 'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-+ĠĊ'
+    vocab = {
+        token: i for i, token in enumerate([*special, *characters, '{"', '":', '"}', "12", "ab", "bb", "aaa", "Ġ{"])
+    }
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return Tokenizer(backend, eos_token_ids=[5])
 
 
 def make_compiler(tokenizer: Tokenizer | None = None, table_size: int = TABLE_SIZE, **changes: Any) -> GrammarCompiler:
@@ -113,6 +132,51 @@ class JsonWriter:
             if wanted in allowed:
                 return wanted
         return int(self._rng.choice([i for i in allowed if i not in self._late] or allowed))
+
+
+class RecordingConstraint:
+    """Remembers what it was told, and insists on the rules of `TokenConstraint`."""
+
+    def __init__(self, inner: TokenConstraint) -> None:
+        self.inner = inner
+        self.seen: list[int] = []
+
+    is_complete = property(lambda self: self.inner.is_complete)
+    error = property(lambda self: self.inner.error)
+
+    def fill_mask(self, out: np.ndarray) -> None:
+        assert not self.is_complete and self.error is None
+        self.inner.fill_mask(out)
+
+    def advance(self, token_id: int) -> None:
+        assert not self.is_complete and self.error is None
+        self.seen.append(token_id)
+        self.inner.advance(token_id)
+
+
+class RecordingCompiler(GrammarCompiler):
+    """Its constraints are `RecordingConstraint`s."""
+
+    def submit(self, sampling: SamplingParams) -> Future[CompiledConstraint]:
+        recorded: Future[CompiledConstraint] = Future()
+
+        def record(compiled: Future[CompiledConstraint]) -> None:
+            if (error := compiled.exception()) is not None:
+                recorded.set_exception(error)
+            else:
+                start = compiled.result().start
+                recorded.set_result(SimpleNamespace(start=lambda: RecordingConstraint(start())))
+
+        super().submit(sampling).add_done_callback(record)
+        return recorded
+
+
+def outcome(request: Request) -> tuple[list[int], FinishReason | None]:
+    """What came of a request, once it is certain that its constraint has seen exactly its outputs."""
+    if isinstance(request.constraint, RecordingConstraint):
+        ended_by_id = request.finish_reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        assert request.constraint.seen == (request.output_ids[:-1] if ended_by_id else request.output_ids)
+    return request.output_ids, request.finish_reason
 
 
 def random_schema(rng: np.random.Generator, depth: int = 5) -> dict[str, Any]:
