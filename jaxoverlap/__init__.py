@@ -30,6 +30,7 @@ from jaxoverlap.outputs import (
     StreamDelta,
     TokenLogprob,
 )
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "ChatPrompt",
     "CompletionOutput",
     "ConfigError",
     "DeadlineError",

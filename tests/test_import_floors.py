@@ -13,8 +13,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxoverlap"
 
 FLOOR = {
-    "errors": -3, "checks": -2, "sampling_params": -1, "outputs": -1, "constraint": 0, "request": 0, "config": 1,
-    "observe": 0, "cache": 1, "scheduler": 1, "model": 1,
+    "errors": -3, "checks": -2, "prompts": -2, "sampling_params": -1, "outputs": -1,
+    "constraint": 0, "request": 0, "config": 1, "observe": 0,
+    "cache": 1, "scheduler": 1, "model": 1,
     "runtime": 2, "text": 2,
     "engine": 3, "display": 3,
     "llm": 4,
@@ -23,6 +24,7 @@ FLOOR = {
 NO_JAX = {
     "errors",
     "checks",
+    "prompts",
     "sampling_params",
     "outputs",
     "constraint",
@@ -33,7 +35,7 @@ NO_JAX = {
     "scheduler",
     "text",
 }
-SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler"), ("request", "constraint")}
+SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler"), ("prompts", "checks"), ("request", "constraint")}
 """Allowed between different parts of one floor."""
 
 

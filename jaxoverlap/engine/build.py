@@ -22,7 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine that is ready: nothing compiles any more. `name` is what to call its model."""
+    """An engine that is ready once `runner` is warmed up: then nothing compiles any more.
+
+    `name` is what to call its model.
+    """
 
     name: str
     engine: Engine
@@ -32,8 +35,10 @@ class BuiltEngine:
     resolved: ResolvedConfig
 
 
-def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count: shapes) -> BuiltEngine:
-    """Loads the model, sizes the KV pool and compiles every step.
+def build_engine(
+    config: EngineConfig, progress: Progress = lambda shapes, count: shapes, *, warm_up: bool = True
+) -> BuiltEngine:
+    """Loads the model, sizes the KV pool and compiles every step; `warm_up=False` leaves the last to the caller.
 
     Raises:
       ModelError: the model can't be used.
@@ -60,7 +65,8 @@ def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count
     if resolved.shortfall:
         logger.warning(resolved.shortfall)
     runner = DeviceRunner(shape, weights, resolved.scheduler, dtype=dtype, attention=resolved.attention, device=device)
-    runner.warm_up(progress)
+    if warm_up:
+        runner.warm_up(progress)
     engine = Engine(
         resolved.scheduler,
         runner,

@@ -86,7 +86,26 @@ class Engine:
         options: RequestOptions = DEFAULT_OPTIONS,
         compiled: CompiledConstraint | None = None,
     ) -> Request:
-        """Checks a request and queues it. From here on it will finish.
+        """As `add_samples`, for parameters that ask for one sample.
+
+        Raises:
+          ValueError: they ask for several.
+        """
+        if sampling.num_samples != 1:
+            raise ValueError(f"{sampling.num_samples} samples are asked for; use add_samples")
+        return self.add_samples(prompt_ids, sampling, options, compiled)[0]
+
+    def add_samples(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        compiled: CompiledConstraint | None = None,
+    ) -> list[Request]:
+        """Checks a request and queues its samples, all or none. From here on they will finish.
+
+        They have one seed and differ by their index, so the set comes out again with the seed; the first is the leader
+        of the others.
 
         Args:
           compiled: what `compile_constraint` gave for these parameters. Without it, this waits for it.
@@ -101,25 +120,30 @@ class Engine:
         prompt, max_tokens, stop_ids = self._resolve(prompt_ids, sampling)
         if compiled is None and (compiling := self.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
-        request = Request(
-            request_id=next(self._request_ids),
-            prompt_ids=prompt,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
-            seed=secrets.randbits(64) if sampling.seed is None else int(sampling.seed),
-            constraint=None if compiled is None else compiled.start(),
-            priority=options.priority,
-            timeout=options.timeout,
-            cache_salt=options.cache_salt,
-        )
-        self.loop.scheduler.add(request)
-        return request
+        seed = secrets.randbits(64) if sampling.seed is None else int(sampling.seed)
+        samples: list[Request] = []
+        for sample_index in range(sampling.num_samples):
+            request = Request(
+                request_id=next(self._request_ids),
+                prompt_ids=prompt,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                seed=seed,
+                sample_index=sample_index,
+                leader=samples[0] if samples else None,
+                constraint=None if compiled is None else compiled.start(),
+                priority=options.priority,
+                timeout=options.timeout,
+                cache_salt=options.cache_salt,
+            )
+            self.loop.scheduler.add(request)
+            samples.append(request)
+        return samples
 
     def _resolve(
         self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams
     ) -> tuple[np.ndarray, int, tuple[int, ...]]:
-        _check_built(sampling)
         prompt = self.limits.check_prompt(prompt_ids)
         stop_ids = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
@@ -130,6 +154,11 @@ class Engine:
             allowed = f"after {len(prompt)} prompt tokens there is room for {max_tokens} outputs"
             raise InvalidRequestError("min_tokens", sampling.min_tokens, allowed)
         return prompt, max_tokens, self.limits.check_stop_ids(tuple(stop_ids))
+
+    def stop(self, request: Request) -> bool:
+        """Ends a request whose text has come to a stop string: at most the tokens in flight were computed too many,
+        and they are dropped. Its terminal event comes with the next `step`. False when it had finished."""
+        return self.loop.scheduler.stop(request.request_id)
 
     def abort(self, request: Request) -> bool:
         """Ends a request; its terminal event comes with the next `step`. False when it had finished."""
@@ -153,16 +182,3 @@ class Engine:
         """Lets go of what compiles constraints."""
         if self.constraints is not None:
             self.constraints.close()
-
-
-_NOT_BUILT = {
-    "n": 1,
-    "best_of": None,
-    "stop": (),
-}
-
-
-def _check_built(sampling: SamplingParams) -> None:
-    for name, nothing in _NOT_BUILT.items():
-        if getattr(sampling, name) != nothing:
-            raise UnsupportedError(f"{name} is not supported in this build")

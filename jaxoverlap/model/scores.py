@@ -2,7 +2,8 @@
 
     words of one token    [0] logprob   [1] rank   [2 … K+1] ids of the K most probable   [K+2 … 2K+1] their logprobs
 
-K is `MAX_TOP_LOGPROBS`, and ids that a smaller vocabulary lacks are `NO_ID`; float32 values travel as the int32 with the same bits.
+K is `MAX_TOP_LOGPROBS`; ids that a smaller vocabulary lacks are `NO_ID`. float32 values travel as the int32 with the
+same bits.
 """
 
 from __future__ import annotations
