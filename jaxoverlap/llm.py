@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from os import PathLike
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxoverlap import display
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.shared import SharedEngine
@@ -22,6 +24,9 @@ from jaxoverlap.prompts import ChatPrompt, Prompt, as_chat, is_chat, is_list_of_
 from jaxoverlap.request import DEFAULT_OPTIONS, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
+
+_POLL_SECONDS = 0.05
+"""While grammars are all there is to wait for: how often inputs are asked for more."""
 
 
 class LLM:
@@ -266,11 +271,38 @@ class LLM:
         shared = self._shared
         finished: deque[PromptCollector] = deque()
         running: dict[PromptCollector, int] = {}
+        compiling: dict[int, tuple[_Input, Future[CompiledConstraint] | None]] = {}
         indices = itertools.count()
         exhausted = False
+
+        def add_compiled() -> Iterator[tuple[int, JaxOverlapError]]:
+            """Puts into the engine what has its grammar, or needs none; the others don't hold it up."""
+            for index, (given, future) in list(compiling.items()):
+                if shared.queue_is_full:
+                    return
+                if future is not None and not future.done():
+                    continue
+                del compiling[index]
+                try:
+                    if isinstance(given.ids, JaxOverlapError):
+                        raise given.ids
+                    compiled = None if future is None else future.result()
+                    collector = shared.add(given.prompt, given.ids, given.params, given.options, finished, compiled)
+                except EngineError:
+                    raise
+                except JaxOverlapError as error:
+                    yield index, error
+                    continue
+                running[collector] = index
+
         try:
             while True:
-                while not (exhausted or shared.queue_is_full or (window is not None and len(running) >= window)):
+                yield from add_compiled()
+                while not (
+                    exhausted
+                    or shared.queue_is_full
+                    or (window is not None and len(running) + len(compiling) >= window)
+                ):
                     try:
                         given = next(inputs)
                     except StopIteration:
@@ -278,18 +310,13 @@ class LLM:
                         break
                     if given is None:
                         break
-                    index = next(indices)
-                    try:
-                        if isinstance(given.ids, JaxOverlapError):
-                            raise given.ids
-                        collector = shared.add(given.prompt, given.ids, given.params, given.options, finished)
-                    except EngineError:
-                        raise
-                    except JaxOverlapError as error:
-                        yield index, error
-                        continue
-                    running[collector] = index
+                    # Another thread compiles, while the engine goes on with the others.
+                    compiling[next(indices)] = (given, self.engine.compile_constraint(given.params))
+                    yield from add_compiled()
                 if not running:
+                    if compiling:
+                        wait([future for _, future in compiling.values() if future], _POLL_SECONDS, FIRST_COMPLETED)
+                        continue
                     if exhausted:
                         return
                     if not shared.queue_is_full:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.engine.interrupt import interrupt_deferred
@@ -59,10 +60,13 @@ class SharedEngine:
         sampling: SamplingParams,
         options: RequestOptions,
         finished: deque[PromptCollector],
+        compiled: CompiledConstraint | None = None,
         *,
         streams: bool = False,
     ) -> PromptCollector:
         """Queues a prompt's samples; when the last of them is finished, their collector goes to `finished`.
+
+        `compiled` is as for `Engine.add_samples`.
 
         Raises:
           InvalidRequestError, QueueFullError: as `Engine.add_samples`.
@@ -71,7 +75,7 @@ class SharedEngine:
         with self.lock:
             self.check_open()
             hidden_stops(self._tokenizer, sampling)
-            requests = self.engine.add_samples(prompt_ids, sampling, options)
+            requests = self.engine.add_samples(prompt_ids, sampling, options, compiled)
             collector = PromptCollector(prompt, requests, self._tokenizer, streams=streams)
             for request in requests:
                 self._callers[request.request_id] = (collector, finished)
