@@ -4,7 +4,7 @@
                           ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / 16) + 2)
                             + log4(max_running) * (log2(max_mixed_tokens / 16) + 2)
 
-and of the second half of a step, which chooses the tokens, at most ``2 (log4(max_running) + 2)``.
+(deterministic: 1), and of the second half of a step, which chooses the tokens, at most ``2 (log4(max_running) + 2)``.
 
 Mixed steps are there while prompts come in, so their decoding rows make do with coarser buckets: powers of four,
 downward from the limit, and no fewer than four where there may be more. Their prompt tokens do not: attention far into
@@ -51,6 +51,7 @@ class Buckets:
     """Powers of two up to a limit, and the limit itself whatever it is; of four for decoding rows beside prompts."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self._only = _only_shape(config) if config.deterministic else None
         self._chunks = min(config.max_prefill_rows, config.max_running)
         self._mixed_chunks = min(config.max_mixed_chunks, config.max_running)
         smallest = min(_SMALLEST_PREFILL, config.max_batched_tokens)
@@ -65,6 +66,9 @@ class Buckets:
         self.sample_rows = _every_other(_sizes(1, max(self._chunks, config.max_running + beside)))
 
     def __iter__(self) -> Iterator[StepShape]:
+        if self._only is not None:
+            yield self._only
+            return
         for tokens in self.prefill_tokens:
             yield self._shape(tokens, 0)
         for rows in self.decode_rows:
@@ -75,6 +79,8 @@ class Buckets:
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The smallest shape that holds a plan."""
+        if self._only is not None:
+            return self._only
         tokens, rows = plan.num_prefill_tokens, len(plan.decode_rows)
         if not rows:
             return self._shape(_round_up(tokens, self.prefill_tokens), 0)
@@ -85,6 +91,13 @@ class Buckets:
     def _shape(self, tokens: int, decode_rows: int) -> StepShape:
         prompts = min(tokens, self._mixed_chunks if decode_rows else self._chunks)
         return StepShape(tokens, prompts, decode_rows, _round_up(prompts + decode_rows, self.sample_rows))
+
+
+def _only_shape(config: SchedulerConfig) -> StepShape:
+    """Holds every plan. A multiple of 16 tokens: kernels of matrix products treat what is left over differently."""
+    rows, prompts = config.max_running, min(config.max_prefill_rows, config.max_batched_tokens)
+    tokens = -(-(config.max_batched_tokens + rows) // 16) * 16 - rows
+    return StepShape(tokens, prompts, rows, -(-(prompts + rows) // 16) * 16)
 
 
 def _sizes(smallest: int, largest: int) -> list[int]:

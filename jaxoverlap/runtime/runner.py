@@ -96,8 +96,9 @@ class DeviceRunner:
             pages_per_row=scheduler_config.pages_per_row,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
-            max_prompt_tokens=scheduler_config.max_batched_tokens,
+            max_prompt_tokens=max(shape.prefill_tokens for shape in self.buckets),
             attention=attention,
+            deterministic=scheduler_config.deterministic,
         )
         self._weights = jax.device_put(weights, self.device)
         with jax.default_device(self.device):

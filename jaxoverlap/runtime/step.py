@@ -39,6 +39,7 @@ class DeviceStep:
       num_pages: P, pages of one layer; page_size: positions in a page.
       max_prompt_tokens: in any step; every step pads to it what `score_prompt` reads, which so has one shape.
       attention: implementation in `pallas_kernels`.
+      deterministic: prompt tokens attend as decoding rows do, so that it does not matter which of them a token is in.
     """
 
     config: ModelConfig
@@ -49,6 +50,7 @@ class DeviceStep:
     page_size: int
     max_prompt_tokens: int
     attention: str = "xla"
+    deterministic: bool = False
 
     def __call__(
         self, shape: StepShape, weights: Any, kv: KVPages, state: RowState, packed: jax.Array
@@ -142,11 +144,11 @@ class DeviceStep:
         finished = state.finished.at[rows].get(mode="fill", fill_value=True)
         positions = state.seq_len.at[rows].get(mode="fill", fill_value=0)
         pages = state.page_table.at[rows, positions // self.page_size].get(mode="fill", fill_value=self.num_pages)
-        slots = jnp.where(finished, self._no_slot, pages * self.page_size + positions % self.page_size)
+        slots = jnp.where(finished, self.no_slot, pages * self.page_size + positions % self.page_size)
         return _Tokens(state.last_token.at[rows].get(mode="fill", fill_value=0), positions, slots)
 
     @property
-    def _no_slot(self) -> int:
+    def no_slot(self) -> int:
         return self.num_pages * self.page_size
 
     def _ready(self, shape: StepShape, state: RowState, step: PackedStep, logits: jax.Array) -> ReadyToSample:
@@ -189,6 +191,16 @@ class _PagedAttention:
         self._decode_tables = state.page_table.at[rows].get(mode="fill", fill_value=step.num_pages)
         finished = state.finished.at[rows].get(mode="fill", fill_value=True)
         self._decode_lens = jnp.where(finished, 0, decodes.positions + 1)
+        if step.deterministic:
+            self._make_prompt_tokens_rows(prompts)
+
+    def _make_prompt_tokens_rows(self, prompts: _Tokens) -> None:
+        chunk = jnp.searchsorted(self._packed.cu_q_lens[1:], jnp.arange(self._num_prompt_tokens), side="right")
+        tables = self._packed.page_tables.at[chunk].get(mode="fill", fill_value=self._step.num_pages)
+        lens = jnp.where(prompts.slots < self._step.no_slot, prompts.positions + 1, 0)
+        self._decode_tables = _join(tables, self._decode_tables)
+        self._decode_lens = _join(lens, self._decode_lens)
+        self._num_prompt_tokens = 0
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         step, packed, split = self._step, self._packed, self._num_prompt_tokens
