@@ -3,7 +3,7 @@
 Host: SmolLM2's vocabulary of 49,152 ids. A grammar is walked along a text by its tokens, and timed are `advance` (which
 works out the next mask) and `fill_mask`, per token. Compiling is timed from the request to its constraint.
 
-Neighbours (`--neighbours`): the real model decodes a batch of rows, none, one or all of which follow a grammar, in turn.
+Neighbours (`--neighbours`): the real model decodes a batch of rows; none, one or all of them follow a grammar, in turn.
 Compared are the median times of a decode step.
 
 Prediction: some 50 µs a token where the grammar leaves little choice, 100 to 200 inside JSON's strings, where most of

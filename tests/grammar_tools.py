@@ -179,39 +179,45 @@ def outcome(request: Request) -> tuple[list[int], FinishReason | None]:
     return request.output_ids, request.finish_reason
 
 
-def random_schema(rng: np.random.Generator, depth: int = 5) -> dict[str, Any]:
-    """A JSON schema, objects and arrays nested to `depth`, of the keywords that people write."""
+def random_schema(rng: np.random.Generator, depth: int = 5, *, bounded: bool = False) -> dict[str, Any]:
+    """A JSON schema, objects and arrays nested to `depth`, of the keywords that people write.
+
+    `bounded` leaves out what lets a text go on forever, so that it comes to its end whatever a model likes.
+    """
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
     if depth > 1:
         kinds += ["object", "array", "anyOf"] * 3
     kind = str(rng.choice(kinds))
+    inner = functools.partial(random_schema, rng, depth - 1, bounded=bounded)
     if kind == "object":
         names = [f"k{i}" for i in range(int(rng.integers(0, 4)))]
-        schema: dict[str, Any] = {"type": "object", "properties": {n: random_schema(rng, depth - 1) for n in names}}
+        schema: dict[str, Any] = {"type": "object", "properties": {name: inner() for name in names}}
         schema["required"] = [name for name in names if rng.random() < 0.6]
-        if rng.random() < 0.7:
-            schema["additionalProperties"] = False if rng.random() < 0.8 else random_schema(rng, 1)
+        if bounded or rng.random() < 0.6:
+            schema["additionalProperties"] = False
+        elif rng.random() < 0.5:
+            schema["additionalProperties"] = random_schema(rng, 1)
         return schema
     if kind == "array":
         low = int(rng.integers(0, 3))
-        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": low, "maxItems": low + 2}
+        return {"type": "array", "items": inner(), "minItems": low, "maxItems": low + (1 if bounded else 2)}
     if kind == "anyOf":
-        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(int(rng.integers(1, 4)))]}
-    if kind == "string":
-        options: list[dict[str, Any]] = [
-            {},
+        return {"anyOf": [inner() for _ in range(int(rng.integers(1, 4)))]}
+    low = int(rng.integers(-50, 50))
+    options: dict[str, list[dict[str, Any]]] = {
+        "string": [
             {"maxLength": 5},
             {"minLength": 2, "maxLength": 4},
             {"pattern": "^[a-c]{1,3}$"},
-        ]
-        options.append({"format": "date"})
-        return {"type": "string"} | options[int(rng.integers(len(options)))]
-    if kind == "integer":
-        low = int(rng.integers(-50, 50))
-        bounds = [{}, {"minimum": low, "maximum": low + 30}, {"exclusiveMinimum": low}]
-        return {"type": "integer"} | bounds[int(rng.integers(len(bounds)))]
-    if kind == "number":
-        return {"type": "number"} | ({"minimum": -1.5, "maximum": 2.25} if rng.random() < 0.5 else {})
+            {"format": "date"},
+            {},
+        ],
+        "integer": [{"minimum": low, "maximum": low + 30}, {"exclusiveMinimum": low}],
+        "number": [{"minimum": -1.5, "maximum": 2.25, "multipleOf": 0.25}, {}],
+    }
+    if kind in options:
+        possible = options[kind][:-1] if bounded else options[kind]
+        return {"type": kind} | possible[int(rng.integers(len(possible)))]
     if kind == "enum":
         return {"enum": ["a", "déjà", 1, None, True][: int(rng.integers(1, 6))]}
     if kind == "const":
