@@ -19,6 +19,7 @@ from jaxoverlap.engine.build import BuiltEngine
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import ModelError
 from jaxoverlap.text.chat_template import ChatTemplate
+from jaxoverlap.text.grammar_compiler import GrammarCompiler
 from jaxoverlap.text.tokenizer import Tokenizer
 from tests.fakes import VOCAB_SIZE, ToyRunner
 
@@ -71,8 +72,15 @@ def build_engine(config: EngineConfig, *, warm_up: bool) -> BuiltEngine:
     scheduler = resolved.scheduler
     step_seconds = float(os.environ.get("TOY_STEP_SECONDS", "0"))
     runner = Device(scheduler.limits, scheduler.max_running, step_seconds=step_seconds, salted=True)
-    engine = Engine(scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=(EOS_ID,))
-    return BuiltEngine(NAME, engine, runner, make_tokenizer(), None, resolved)  # type: ignore[arg-type]
+    tokenizer = make_tokenizer()
+    engine = Engine(
+        scheduler,
+        runner,
+        lookahead=resolved.lookahead,
+        eos_token_ids=(EOS_ID,),
+        constraints=GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS_ID,)),
+    )
+    return BuiltEngine(NAME, engine, runner, tokenizer, None, resolved)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":
