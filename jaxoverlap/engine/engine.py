@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 import time
@@ -134,6 +135,11 @@ _NOT_BUILT = {
     "prompt_logprobs": None,
     "structured_output": None,
 }
+
+
+def supported_parameters() -> list[str]:
+    """Fields of `SamplingParams` that this build serves."""
+    return [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NOT_BUILT]
 
 
 def _check_built(sampling: SamplingParams) -> None:
