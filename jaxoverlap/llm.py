@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
 
@@ -18,6 +18,7 @@ from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.interrupt import interrupt_deferred
 from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError
 from jaxoverlap.outputs import CompletionOutput, Prompt, RequestOutput, StreamDelta
+from jaxoverlap.prompts import is_chat, is_list_of_prompts, one_for_each
 from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions, RequestStatus
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
@@ -82,9 +83,9 @@ class LLM:
           EngineError: the engine failed.
           KeyboardInterrupt: Ctrl-C; what was running is aborted and the engine can be used again.
         """
-        many: Sequence[Any] = prompts if _is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
-        params = _one_for_each(many, "sampling_params", sampling_params, SamplingParams)
-        treatment = _one_for_each(many, "options", options, RequestOptions)
+        many: Sequence[Any] = prompts if is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
+        params = one_for_each(many, "sampling_params", sampling_params, SamplingParams)
+        treatment = one_for_each(many, "options", options, RequestOptions)
         inputs = list(zip(many, params, strict=True))
         encoded = [self._checked(prompt, one, f"prompts[{index}]") for index, (prompt, one) in enumerate(inputs)]
         outputs: list[RequestOutput | None] = [None] * len(inputs)
@@ -176,7 +177,7 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Sequence[int] | np.ndarray:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if _is_chat(prompt):
+        if is_chat(prompt):
             return self.tokenizer.apply_chat_template(list(prompt))  # type: ignore[arg-type]
         return prompt  # type: ignore[return-value]
 
@@ -319,30 +320,3 @@ class LLM:
 
 def _since(start: float, moment: float | None) -> float | None:
     return None if moment is None else moment - start
-
-
-def _is_chat(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-
-
-def _is_list_of_prompts(prompts: Any) -> bool:
-    """A list of texts, of lists of ids or of chats; not a text, a list of ids or a chat."""
-    if isinstance(prompts, str | np.ndarray) or not isinstance(prompts, Sequence):
-        return False
-    return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
-
-
-def _one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: Callable[[], Any]) -> Sequence[Any]:
-    assert isinstance(kind, type)
-    if given is None or isinstance(given, kind):
-        return [kind() if given is None else given] * len(prompts)
-    if not isinstance(given, list | tuple):
-        raise InvalidRequestError(name, given, f"use a {kind.__name__}, or a list of them")
-    for index, one in enumerate(given):
-        if not isinstance(one, kind):
-            raise InvalidRequestError(f"{name}[{index}]", one, f"use a {kind.__name__}")
-    if len(given) != len(prompts):
-        raise InvalidRequestError(
-            name, f"{len(given)} of them", f"use one for all, or one for each of the {len(prompts)} prompts"
-        )
-    return given

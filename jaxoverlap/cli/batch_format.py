@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.errors import DeadlineError, InvalidRequestError, JaxOverlapError, UnsupportedError
 from jaxoverlap.outputs import FinishReason
+from jaxoverlap.prompts import check_messages
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
-from jaxoverlap.text.chat_template import check_messages
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import Prompt, RequestOutput
@@ -283,7 +283,7 @@ def answer_line(request: BatchRequest, output: RequestOutput, model: str) -> byt
     """An OpenAI chat completion or text completion, and the seed, with which it comes out again."""
     content = {"message": {"role": "assistant", "content": output.text}} if request.is_chat else {"text": output.text}
     choice = {"index": 0, **content, "logprobs": None, "finish_reason": _FINISH[output.finish_reason]}
-    prompt_tokens, completion_tokens = len(output.prompt_token_ids), len(output.token_ids)
+    prompt_tokens, completion_tokens = output.prompt_tokens, len(output.token_ids)
     body = {
         "id": ("chatcmpl-" if request.is_chat else "cmpl-") + secrets.token_hex(12),
         "object": "chat.completion" if request.is_chat else "text_completion",

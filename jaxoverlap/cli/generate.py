@@ -185,7 +185,7 @@ def _print_json(deltas: Iterator[tuple[int, StreamDelta]], texts: list[str]) -> 
 
 
 def _described(output: RequestOutput) -> dict[str, Any]:
-    prompt_tokens, completion_tokens = len(output.prompt_token_ids), len(output.token_ids)
+    prompt_tokens, completion_tokens = output.prompt_tokens, len(output.token_ids)
     return {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -206,7 +206,7 @@ def _described(output: RequestOutput) -> dict[str, Any]:
 
 
 def _summary(outputs: list[RequestOutput], elapsed: float) -> str:
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    prompt_tokens = sum(output.prompt_tokens for output in outputs)
     output_tokens = sum(len(output.token_ids) for output in outputs)
     first = outputs[0].first_token_seconds
     reasons = Counter(str(output.finish_reason) for output in outputs)

@@ -20,6 +20,7 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
+from jaxoverlap.prompts import check_messages
 
 
 class ChatTemplate:
@@ -75,27 +76,6 @@ class ChatTemplate:
             return template.render(context)
         except Exception as error:  # a template is a program: it may fail in any way on messages it does not expect
             raise InvalidRequestError("messages", messages, f"the model's chat template refuses: {error}") from error
-
-
-def check_messages(messages: Any) -> None:
-    """Refuses what is not a non-empty list of `{"role": str, "content": str, …}`.
-
-    An assistant's message may leave its content out if it calls tools.
-
-    Raises:
-      InvalidRequestError: names the offending message and field.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError("messages", messages, "a list of at least one {role, content} is needed")
-    for index, message in enumerate(messages):
-        field = f"messages[{index}]"
-        if not isinstance(message, dict):
-            raise InvalidRequestError(field, message, "a mapping with role and content is needed")
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not role:
-            raise InvalidRequestError(f"{field}.role", role, "a role such as 'system', 'user' or 'assistant' is needed")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise InvalidRequestError(f"{field}.content", content, "text is needed")
 
 
 def _plain(value: Any, field: str) -> Any:
