@@ -29,7 +29,7 @@ class Tokenizer:
       bos_token_id: the id that begins a sequence, or None.
       adds_bos: `encode` puts it before a text.
       eos_token_ids: the ids that the tokenizer itself calls ends; a model's `ModelConfig` may know more.
-      special_ids: ids that `skip_special_tokens` hides.
+      special_ids: ids that `skip_special_tokens` hides; special_tokens: the same by how they are written.
       is_byte_level: every token stands for bytes by itself, and decoding joins these bytes.
     """
 
@@ -50,7 +50,8 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._has_byte_alphabet = "ByteLevel(" in repr(backend.decoder)
         self._chat_template = chat_template
