@@ -22,9 +22,9 @@ from jaxoverlap.engine import messages
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.engine.link import Link
 from jaxoverlap.engine.load_meter import LoadMeter
+from jaxoverlap.engine.messages import EngineFacts, EngineStatus
 from jaxoverlap.engine.profiler import Profiler
-from jaxoverlap.engine.messages import DrainingError, EngineFacts, EngineStatus, NotNowError
-from jaxoverlap.errors import EngineError, JaxOverlapError
+from jaxoverlap.errors import ConflictError, EngineError, JaxOverlapError, ServerUnavailableError
 from jaxoverlap.request import Request, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import StepOutput
@@ -212,7 +212,7 @@ class EngineCore:
     def _add(self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any]) -> None:
         try:
             if self.draining:
-                raise DrainingError("the server is about to stop and takes no more requests")
+                raise ServerUnavailableError("the server is about to stop and takes no more requests")
             ids = np.frombuffer(prompt, dtype=np.int32)
             request = self.engine.add(ids, SamplingParams.from_dict(sampling), RequestOptions(**options))
         except JaxOverlapError as error:
@@ -261,7 +261,7 @@ class EngineCore:
     def _flush_cache(self) -> int:
         scheduler = self.engine.loop.scheduler
         if scheduler.has_unfinished:
-            raise NotNowError(f"{scheduler.num_running + scheduler.num_waiting} requests are unfinished")
+            raise ConflictError(f"{scheduler.num_running + scheduler.num_waiting} requests are unfinished")
         while self.engine.has_work:  # steps in flight still hold pages
             self._step()
         return scheduler.flush_cache()

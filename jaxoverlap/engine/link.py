@@ -44,7 +44,7 @@ class Link:
 
     def receive(self) -> list[list[Any]]:
         """The messages that have arrived; none does not mean that nobody is there, `is_open` says that."""
-        messages = []
+        received = []
         while self.is_open:
             try:
                 data = self.socket.recv(_READ_BYTES)
@@ -57,10 +57,10 @@ class Link:
                 self._give_up(None)
                 break
             self._unpacker.feed(data)
-            messages += self._unpacker
+            received += self._unpacker
             if len(data) < _READ_BYTES:
                 break
-        return messages
+        return received
 
     def post(self, *message: Any) -> None:
         self._unsent += messages.pack(*message)

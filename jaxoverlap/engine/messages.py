@@ -33,18 +33,6 @@ from jaxoverlap.sampling_params import SamplingParams
 _MOST_BYTES = 2**31 - 1
 
 
-class DrainingError(JaxOverlapError):
-    """The engine takes no more requests: it is about to stop."""
-
-
-class NotNowError(JaxOverlapError):
-    """An operator's wish that the engine's state does not allow."""
-
-
-class ProtocolError(Exception):
-    """The other side sent what it can't have meant; its connection is of no use any more."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:
     """What a front end needs to know of its engine, and nothing secret.
@@ -143,7 +131,7 @@ def _changed(values: Any) -> dict[str, Any]:
 
 _KNOWN = {
     kind.__name__: kind
-    for kind in (*vars(errors).values(), DrainingError, NotNowError)
+    for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, JaxOverlapError)
 }
 

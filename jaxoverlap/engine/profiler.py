@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from jaxoverlap.engine.messages import NotNowError
+from jaxoverlap.errors import ConflictError
 
 logger = logging.getLogger(__name__)
 
@@ -23,12 +23,12 @@ class Profiler:
         """Begins a trace that ends after `steps` steps, and returns its folder.
 
         Raises:
-          NotNowError: there is no folder for it, or one is running.
+          ConflictError: there is no folder for it, or one is running.
         """
         if self._folder is None:
-            raise NotNowError("this server was started without --profile-dir")
+            raise ConflictError("this server was started without --profile-dir")
         if self._steps_left:
-            raise NotNowError("a profile is running already")
+            raise ConflictError("a profile is running already")
         import jax
 
         jax.profiler.start_trace(self._folder)
@@ -39,10 +39,10 @@ class Profiler:
         """Ends the trace and returns its folder.
 
         Raises:
-          NotNowError: none is running.
+          ConflictError: none is running.
         """
         if not self._steps_left or self._folder is None:
-            raise NotNowError("no profile is running")
+            raise ConflictError("no profile is running")
         import jax
 
         self._steps_left = 0

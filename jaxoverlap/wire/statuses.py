@@ -50,6 +50,7 @@ _ERROR_OF: dict[int, type[JaxOverlapError]] = {code: error for error, code in _C
     code_pb2.UNAUTHENTICATED: AccessDeniedError,
 }
 
+_OWN_NAMES = ("best_of", "priority", "cache_salt", "client_request_id", "model", "add_special_tokens")
 _PATH_OF = {
     "prompt": "generation.prompt",
     "messages": "generation.chat.messages",
@@ -75,7 +76,7 @@ _PATH_OF = {
     "prompt_logprobs": "generation.returns.prompt_logprobs",
     "skip_special_tokens": "generation.returns.skip_special_tokens",
     "n": "generation.num_sequences",
-    **{name: f"generation.{name}" for name in ("best_of", "priority", "cache_salt", "client_request_id", "model")},
+    **{name: f"generation.{name}" for name in _OWN_NAMES},
 }
 _NAME_OF = {path: name for name, path in _PATH_OF.items()}
 _SAYS_NO = " is not allowed; "
@@ -102,6 +103,12 @@ def status(error: JaxOverlapError) -> status_pb2.Status:
         packed.Pack(detail)
         message.details.append(packed)
     return message
+
+
+def at_path(error: InvalidRequestError, *, root: str = "generation.") -> InvalidRequestError:
+    """The same error with the path that its field has in the message; `root` is where a `Generation` would be in it."""
+    path = root + _renamed(error.field, _PATH_OF).removeprefix("generation.")
+    return InvalidRequestError(path, error.value, error.allowed)
 
 
 def error(message: status_pb2.Status) -> JaxOverlapError:
