@@ -66,6 +66,7 @@ class FrontEnd:
         )
         self._credentials = server_credentials(config)
         self._servers: list[grpc.aio.Server] = []
+        self._announced = False
 
     async def run(self, engine_socket: socket.socket, supervisor_socket: socket.socket) -> int:
         """Serves until it ends; returns the process's exit code."""
@@ -124,12 +125,11 @@ class FrontEnd:
         return None
 
     async def _keep_house(self) -> None:
-        announced = False
         while True:
             await self._health.update()
-            if not announced and self._engine.facts is not None:
+            if not self._announced and self._engine.facts is not None:
                 self._supervisor.send("ready")
-                announced = True
+                self._announced = True
             self._gatekeeper.refresh()
             now = asyncio.get_running_loop().time()
             for call in list(self._generate.streams):

@@ -30,7 +30,7 @@ from jaxoverlap.server.prompt_ids import encode_prompt
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.v1 import generate_service_pb2_grpc
-from jaxoverlap.wire import answers, requests, statuses
+from jaxoverlap.wire import answers, requests
 
 logger = logging.getLogger(__name__)
 
@@ -106,10 +106,7 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
         model = self._ready_model()
         with self._admission.place(context.peer()):
             model.check_name(request.model)
-            try:
-                ids = await self._in_thread(encode_prompt, request, model.tokenizer)
-            except InvalidRequestError as error:
-                raise statuses.at_path(error, root="") from None
+            ids = await self._in_thread(encode_prompt, request, model.tokenizer)
             return pb.TokenizeResponse(token_ids=ids, max_model_len=model.limits.max_model_len)
 
     async def Detokenize(

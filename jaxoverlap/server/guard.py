@@ -15,6 +15,8 @@ from jaxoverlap.server.tokens import Gatekeeper
 
 logger = logging.getLogger(__name__)
 
+_GENERATE = "/jaxoverlap.v1.GenerateService/Generate"
+
 Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
@@ -49,6 +51,8 @@ class Guard(grpc.aio.ServerInterceptor):
         return _like(handler, self._guarded(method, own, handler.request_deserializer), None, serializer)
 
     def _guarded(self, method: str, own: Handler, read: Callable[[bytes], Any]) -> Handler:
+        root = "generation." if method.startswith(_GENERATE) else ""
+
         async def handle(message: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
                 try:
@@ -58,7 +62,7 @@ class Guard(grpc.aio.ServerInterceptor):
                 return await own(request, context)
             except JaxOverlapError as error:
                 self._count(method, error)
-                await abort_with(context, error)
+                await abort_with(context, error, root)
             except grpc.aio.AbortError:
                 raise
             except Exception as error:

@@ -32,22 +32,25 @@ class UnauthenticatedError(JaxOverlapError):
     """No token, or one that nobody has."""
 
 
-def status_of(error: BaseException) -> grpc.Status:
-    """What a caller is told: a code, a short text, details. What nobody has foreseen keeps its text for the log."""
+def status_of(error: BaseException, root: str = "") -> grpc.Status:
+    """What a caller is told: a code, a short text, details. What nobody has foreseen keeps its text for the log.
+
+    `root` is where in the call's message its `Generation` is.
+    """
     if isinstance(error, UnauthenticatedError):
         return rpc_status.to_status(status_pb2.Status(code=code_pb2.UNAUTHENTICATED, message=str(error)))
     if not isinstance(error, JaxOverlapError):
         error = EngineError("internal error; the server's log says more")
     if type(error) is QueueFullError and error.retry_after is None:
         error = QueueFullError(str(error), RETRY_SECONDS)
-    message = statuses.status(error)
+    message = statuses.status(error, root=root)
     message.message = _cut(message.message)
     return rpc_status.to_status(message)
 
 
-async def abort_with(context: grpc.aio.ServicerContext, error: BaseException) -> NoReturn:
+async def abort_with(context: grpc.aio.ServicerContext, error: BaseException, root: str = "") -> NoReturn:
     """Ends a call with an error's status."""
-    status = status_of(error)
+    status = status_of(error, root)
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("abort raises")
 

@@ -82,12 +82,13 @@ _NAME_OF = {path: name for name, path in _PATH_OF.items()}
 _SAYS_NO = " is not allowed; "
 
 
-def status(error: JaxOverlapError) -> status_pb2.Status:
-    """The status that tells a caller of an error."""
+def status(error: JaxOverlapError, *, root: str = "generation.") -> status_pb2.Status:
+    """The status that tells a caller of an error. `root` is where in the call's message its `Generation` is."""
     code = next((code for kind, code in _CODE_OF.items() if isinstance(error, kind)), code_pb2.INTERNAL)
     details: list[Any] = []
     if isinstance(error, InvalidRequestError):
-        path = _renamed(error.field, _PATH_OF)
+        known = _renamed(error.field, _PATH_OF)
+        path = known if known == error.field else root + known.removeprefix("generation.")
         description = str(error).removeprefix(f"{error.field}: ")
         violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=description)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
@@ -103,12 +104,6 @@ def status(error: JaxOverlapError) -> status_pb2.Status:
         packed.Pack(detail)
         message.details.append(packed)
     return message
-
-
-def at_path(error: InvalidRequestError, *, root: str = "generation.") -> InvalidRequestError:
-    """The same error with the path that its field has in the message; `root` is where a `Generation` would be in it."""
-    path = root + _renamed(error.field, _PATH_OF).removeprefix("generation.")
-    return InvalidRequestError(path, error.value, error.allowed)
 
 
 def error(message: status_pb2.Status) -> JaxOverlapError:

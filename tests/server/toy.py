@@ -28,19 +28,26 @@ BREAKS, BLOCKS = "{the device breaks}", "{the device blocks}"
 
 
 class Device(ToyRunner):
-    """Steps take as long as the gate is closed, and prompts may do harm.
+    """A device that can be held, and that prompts can harm.
 
     Attributes:
-      gate: while it is not set, no step ends.
-      reading: set while a step's result is waited for.
+      is_held: somebody waits for a step that is not allowed to end.
+      launches: by request id, prefill steps included.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.gate, self.reading = threading.Event(), threading.Event()
-        self.gate.set()
+        self.is_held = False
         self.launches: dict[int, int] = {}
-        """By request id, prefill steps included."""
+        self._allowed: int | None = None
+        self._changed = threading.Condition()
+
+    def allow(self, steps: int | None) -> None:
+        """Lets so many more steps end; None is all, 0 holds the device."""
+        with self._changed:
+            self._allowed = None if steps is None else (self._allowed or 0) + steps
+            self.is_held = False
+            self._changed.notify_all()
 
     def launch(self, plan: StepPlan) -> Any:
         for chunk in plan.chunks:
@@ -54,9 +61,13 @@ class Device(ToyRunner):
         return super().launch(plan)
 
     def finish(self, step: Any) -> Any:
-        self.reading.set()
-        self.gate.wait()
-        self.reading.clear()
+        with self._changed:
+            while self._allowed == 0:
+                self.is_held = True
+                self._changed.wait()
+            self.is_held = False
+            if self._allowed is not None:
+                self._allowed -= 1
         return super().finish(step)
 
     def release(self) -> None: ...
