@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine that is ready: nothing compiles any more.
+    """An engine that is ready once `runner` is warmed up: then nothing compiles any more.
 
     Attributes:
       name: what to call its model; architecture: its kind.
@@ -44,8 +44,10 @@ class BuiltEngine:
     devices: tuple[str, ...] = ()
 
 
-def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count: shapes) -> BuiltEngine:
-    """Loads the model, sizes the KV pool and compiles every step.
+def build_engine(
+    config: EngineConfig, progress: Progress = lambda shapes, count: shapes, *, warm_up: bool = True
+) -> BuiltEngine:
+    """Loads the model, sizes the KV pool and compiles every step; `warm_up=False` leaves the last to the caller.
 
     Raises:
       ModelError: the model can't be used.
@@ -72,7 +74,8 @@ def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count
     if resolved.shortfall:
         logger.warning(resolved.shortfall)
     runner = DeviceRunner(shape, weights, resolved.scheduler, dtype=dtype, attention=resolved.attention, device=device)
-    runner.warm_up(progress)
+    if warm_up:
+        runner.warm_up(progress)
     engine = Engine(resolved.scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=shape.eos_token_ids)
     return BuiltEngine(
         files.name,

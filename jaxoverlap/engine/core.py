@@ -203,7 +203,9 @@ class EngineCore:
                 self._add(link, key, prompt, sampling, options)
             case ["abort", keys]:
                 for key in keys:
-                    self._abort(link, key)
+                    self._end(link, key, self.engine.abort)
+            case ["stop", key]:
+                self._end(link, key, self.engine.stop)
             case ["ask", question, name, arguments]:
                 self._answer(link, question, name, arguments)
             case _:
@@ -214,18 +216,20 @@ class EngineCore:
             if self.draining:
                 raise ServerUnavailableError("the server is about to stop and takes no more requests")
             ids = np.frombuffer(prompt, dtype=np.int32)
-            request = self.engine.add(ids, SamplingParams.from_dict(sampling), RequestOptions(**options))
+            samples = self.engine.add_samples(ids, SamplingParams.from_dict(sampling), RequestOptions(**options))
         except JaxOverlapError as error:
             link.post("refused", key, messages.error_to_wire(error))
             return
-        owner = Owner(link, key, request)
-        self._owners[request.request_id] = self._by_key[link.index, key] = owner
+        for index, request in enumerate(samples):
+            owner = Owner(link, key + index, request)
+            self._owners[request.request_id] = self._by_key[link.index, owner.key] = owner
 
-    def _abort(self, link: Link, key: int) -> None:
+    def _end(self, link: Link, key: int, end: Callable[[Request], bool]) -> None:
+        """Ends a request of which its front end wants nothing more."""
         owner = self._by_key.pop((link.index, key), None)
         if owner is not None:  # else it has just finished
             del self._owners[owner.request.request_id]
-            self.engine.abort(owner.request)
+            end(owner.request)
 
     def _forget(self, link: Link) -> None:
         self._links.remove(link)
@@ -233,7 +237,7 @@ class EngineCore:
         link.close()
         for index, key in list(self._by_key):
             if index == link.index:
-                self._abort(link, key)
+                self._end(link, key, self.engine.abort)
 
     # ---------------------------------------------------------------- what operators want
 

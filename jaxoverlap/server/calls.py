@@ -183,8 +183,6 @@ class Call:
         return sum(sample.pending.num_bytes for sample in self.samples)
 
     def start(self, cached_tokens: int, seed: int, scores: Sequence[TokenScore]) -> None:
-        if self.started is not None:  # by another sample
-            return
         num_top = self.sampling.prompt_logprobs
         positions = None
         if num_top is not None:

@@ -186,7 +186,8 @@ class EngineClient:
             if key in self._samples:
                 call, sample = self._samples[key]
                 sample.start(admit_time, first_token_time)
-                call.start(cached_tokens, seed, [_score(score) for score in prompt_scores])
+                if sample.index == 0:  # which computes the prompt, for the others too
+                    call.start(cached_tokens, seed, [_score(score) for score in prompt_scores])
         for key, count in news.preempted:
             if key in self._samples:
                 self._samples[key][1].num_preemptions = count
@@ -221,7 +222,7 @@ class EngineClient:
             sample.add(ids, scores)
             if sample.finish_reason is not None:  # by a stop string, of which the engine knows nothing
                 del self._samples[sample.key]
-                self._send("abort", [sample.key])
+                self._send("stop", sample.key)
             return
         reason, matched_token_id, error, finish_time = end
         del self._samples[sample.key]

@@ -210,8 +210,7 @@ def _response(call: Call, given: pb.Generation) -> pb.GenerateResponse:
     assert call.started is not None
     completions = [sample.completion(sample.pending.take()) for sample in samples]
     if call.sampling.best_of is not None:
-        completions.sort(key=lambda one: -(one.cumulative_logprob or 0.0))
-        completions = [replace(one, index=index) for index, one in enumerate(completions[: call.sampling.n])]
+        completions = sorted(completions, key=lambda one: -(one.cumulative_logprob or 0.0))[: call.sampling.n]
     output = RequestOutput(
         prompt="",
         prompt_token_ids=[],

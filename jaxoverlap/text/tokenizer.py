@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import decoders
 
 from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.text.chat_template import ChatTemplate
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -143,38 +144,18 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         return not self._has_byte_alphabet and token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
+    def apply_chat_template(self, chat: ChatPrompt) -> list[int]:
         """The prompt ids of a chat, equal to transformers' `apply_chat_template(tokenize=True)`.
 
         A BOS is what the template writes; the tokenizer adds none.
 
-        Args:
-          messages: `{"role": …, "content": …}`, in order.
-          add_generation_prompt: ends with the opening of the assistant's answer.
-          tools, documents, variables: seen by the template.
-
         Raises:
-          InvalidRequestError: messages of the wrong form, or refused by the template.
+          InvalidRequestError: messages refused by the template.
           UnsupportedError: the model has no chat template.
         """
         if self._chat_template is None:
             raise UnsupportedError("this model has no chat template; give the prompt as text or token ids")
-        text = self._chat_template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            documents=documents,
-            variables=variables,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self._chat_template.render(chat), add_special_tokens=False)
 
     def _find_bytes(self, token_id: int) -> bytes | None:
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None

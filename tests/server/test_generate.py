@@ -152,3 +152,39 @@ def test_tokens_and_text_both_ways(rig):
     assert text.text == "one two"
     whole = pb.DetokenizeRequest(token_ids=[*tokens.token_ids, EOS_ID], skip_special_tokens=False)
     assert rig.caller.generate.Detokenize(whole).text == "one two</s>"
+
+
+def test_a_stop_string_ends_the_text_and_the_request(rig):
+    full = rig.caller.answer(generation(stop={"max_tokens": 60})).sequences[0]
+    stop = full.text[20:23]
+    cut = full.text.index(stop)
+    given = generation(stop={"max_tokens": 900, "strings": ["never this", stop]})
+    sequence = rig.caller.answer(given).sequences[0]
+    assert (sequence.finish_reason, sequence.matched_string) == (common_pb2.FINISH_REASON_STOP_STRING, stop)
+    assert sequence.text == full.text[:cut]
+    assert list(sequence.token_ids) == list(full.token_ids[: cut + 3])
+    _, deltas, (finished,) = events_of(rig, given)
+    assert "".join(delta.text for delta in deltas) == sequence.text
+    assert [i for delta in deltas for i in delta.token_ids] == list(sequence.token_ids)
+    assert (finished.matched_string, finished.usage.completion_tokens) == (stop, cut + 3)
+    kept = generation(stop={"max_tokens": 900, "strings": [stop], "include_matched": True})
+    assert rig.caller.answer(kept).sequences[0].text == full.text[: cut + 3]
+
+
+def test_samples_of_one_prompt_come_side_by_side(rig):
+    given = generation("Three of them", num_sequences=3, sampling={"temperature": 1.0}, stop={"max_tokens": 20})
+    whole = rig.caller.answer(given)
+    assert [sequence.index for sequence in whole.sequences] == [0, 1, 2]
+    started, deltas, finished = events_of(rig, given)
+    assert started.prompt_tokens == 13 and sorted(end.index for end in finished) == [0, 1, 2]
+    for sequence in whole.sequences:
+        mine = [delta for delta in deltas if delta.index == sequence.index]
+        assert "".join(delta.text for delta in mine) == sequence.text
+        assert [i for delta in mine for i in delta.token_ids] == list(sequence.token_ids)
+        assert sequence.usage.prompt_tokens == 13
+
+
+def test_a_message_may_be_continued(rig):
+    messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "So"}]
+    given = generation(None, chat={"messages": messages, "continue_final_message": True})
+    assert list(rig.caller.answer(given).sequences[0].token_ids) == expected(generation("user: abc\nassistant: So"))

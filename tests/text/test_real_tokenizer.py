@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxoverlap.model.loading import open_model
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.text.detokenizer import IncrementalDetokenizer
 from jaxoverlap.text.tokenizer import Tokenizer
 from tests.text.test_output_assembler import check_all, whole
@@ -30,7 +31,7 @@ def test_golden_prompts_and_outputs(tokenizer, item):
     if item["kind"] == "chat":
         prompt = item["prompt"]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        assert tokenizer.apply_chat_template(messages) == item["prompt_ids"]
+        assert tokenizer.apply_chat_template(ChatPrompt(messages=messages)) == item["prompt_ids"]
     assert tokenizer.decode(item["output_ids"], skip_special_tokens=False) == item["output_text"]
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     deltas = [detokenizer.add([token_id]) for token_id in item["output_ids"]]
