@@ -82,8 +82,7 @@ class Supervisor:
             readers.append(loop.create_task(self._listen_to(part)))
             self._exits[part] = loop.create_task(part.wait())
         try:
-            flush = await self._serve()
-            await self._stop(flush)
+            await self._stop(await self._serve())
         finally:
             for part in self._sockets:
                 if not self._exits[part].done():
@@ -101,8 +100,9 @@ class Supervisor:
         code = await self._exits[part]
         self._events.put_nowait((part, ["gone", code]))
 
-    async def _serve(self) -> float:
-        """Until it is time to stop; returns the seconds that open calls get to leave."""
+    async def _serve(self) -> float | None:
+        """Until it is time to stop; returns the seconds that open calls get to leave. None, when the engine has failed:
+        the front ends know, and end their calls with the reason."""
         model = ""
         awaited = {self._engine, *self._frontends}
         deadline: float | None = None
@@ -129,12 +129,12 @@ class Supervisor:
                 case (_, ["status", status]):
                     if deadline is not None and status["draining"] and not status["has_work"]:
                         return max(_FLUSH_SECONDS, deadline - time.monotonic())
-                case (_, ["failed", text]):
+                case (part, ["failed", text]):
                     self.failure = text
-                    return _FLUSH_SECONDS
+                    return None if part is self._engine else _FLUSH_SECONDS
                 case (part, ["gone", code]) if part is not None:
                     self.failure = f"the {part.name} has ended unexpectedly ({_described(code)})"
-                    return _FLUSH_SECONDS
+                    return None if part is self._engine else _FLUSH_SECONDS
 
     async def _next_event(self, deadline: float | None) -> tuple[Part | None, list[Any]] | None:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -142,9 +142,12 @@ class Supervisor:
             return await asyncio.wait_for(self._events.get(), timeout)
         return None
 
-    async def _stop(self, flush: float) -> None:
-        for frontend in self._frontends:
-            self._controls[frontend].send("stop", flush)
+    async def _stop(self, flush: float | None) -> None:
+        if flush is None:
+            flush = _FLUSH_SECONDS
+        else:
+            for frontend in self._frontends:
+                self._controls[frontend].send("stop", flush)
         await self._all_gone(self._frontends, flush + _EXIT_SECONDS)
         self._controls[self._engine].close()
         await self._all_gone([self._engine], _EXIT_SECONDS)

@@ -8,9 +8,9 @@ import pytest
 
 from jaxoverlap.v1 import common_pb2
 from jaxoverlap.v1 import generate_service_pb2 as pb
-from tests.cli.toy import EOS_ID
 from tests.server.rig import Rig, expected, generation
-from tests.server.toy import CONTEXT, make_tokenizer
+from tests.server.toy import CONTEXT
+from tests.toy_tokenizer import EOS_ID, make_tokenizer
 
 LENGTH, EOS, STOP_TOKEN = (getattr(common_pb2, f"FINISH_REASON_{name}") for name in ("LENGTH", "EOS", "STOP_TOKEN"))
 
