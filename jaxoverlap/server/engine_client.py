@@ -92,9 +92,11 @@ class EngineClient:
 
     def abandon(self, call: Call) -> None:
         """Nothing of a call is wanted any more; what the engine still does for it ends."""
-        unfinished = [sample.key for sample in call.samples if self._samples.pop(sample.key, None) is not None]
+        unfinished = [sample.key for sample in call.samples if sample.key in self._samples]
         if unfinished:
             self._send("abort", unfinished)
+        for key in unfinished:
+            del self._samples[key]
 
     async def ask(self, name: str, *arguments: Any) -> Any:
         """The engine's answer to an operator's question.

@@ -24,6 +24,7 @@ from jaxoverlap.server.frontend import FrontEnd
 from jaxoverlap.v1 import admin_service_pb2_grpc, generate_service_pb2, generate_service_pb2_grpc
 from tests.fakes import oracle
 from tests.server import toy
+from tests.toy_tokenizer import EOS_ID
 
 PATIENCE = 20.0
 """Seconds after which what should happen at once is taken not to happen."""
@@ -57,8 +58,8 @@ def generation(prompt: Any = "Hello", **fields: Any) -> generate_service_pb2.Gen
 
 def expected(given: generate_service_pb2.Generation) -> list[int]:
     """The oracle's token ids."""
-    prompt = toy.make_tokenizer().encode(given.text) if given.WhichOneof("prompt") == "text" else given.token_ids.ids
-    stops = [*given.stop.token_ids, *([] if given.stop.ignore_eos else [toy.EOS_ID])]
+    prompt = toy.TOKENIZER.encode(given.text) if given.WhichOneof("prompt") == "text" else given.token_ids.ids
+    stops = [*given.stop.token_ids, *([] if given.stop.ignore_eos else [EOS_ID])]
     ids, _ = oracle(
         list(prompt), given.stop.max_tokens, stops, list(given.stop.token_ids), salt=given.sampling.seed % 1009
     )

@@ -24,6 +24,7 @@ from tests.toy_tokenizer import EOS_ID, TEMPLATE, make_tokenizer
 
 NAME, CONTEXT = "toy", 1024
 BUILDER = "tests.server.toy:build_engine"
+TOKENIZER = make_tokenizer()
 BREAKS, BLOCKS = "{the device breaks}", "{the device blocks}"
 
 
@@ -51,7 +52,7 @@ class Device(ToyRunner):
 
     def launch(self, plan: StepPlan) -> Any:
         for chunk in plan.chunks:
-            text = make_tokenizer().decode(chunk.request.prompt_ids.tolist()) if chunk.start == 0 else ""
+            text = TOKENIZER.decode(chunk.request.prompt_ids.tolist()) if chunk.start == 0 else ""
             if BREAKS in text:
                 raise RuntimeError("out of toys")
             if BLOCKS in text:
@@ -109,7 +110,7 @@ def build_engine(config: EngineConfig, progress: Any = None) -> SimpleNamespace:
 def tokenizer_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"jaxoverlap-toy-tokenizer-{os.getpid()}"
     folder.mkdir(exist_ok=True)
-    make_tokenizer().backend.save(str(folder / "tokenizer.json"))
+    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
     return folder
 
