@@ -136,7 +136,7 @@ class Rig:
     def step_until(self, condition: Callable[[], Any]) -> Any:
         """Of a held device, lets steps end one by one until a condition holds; returns what it returned."""
         while True:
-            eventually(lambda: self.device.is_held or condition(), "a step")
+            eventually(lambda: self.device.is_held or (condition() and not self.engine.has_work), "a step")
             if value := condition():
                 return value
             self.device.allow(1)
