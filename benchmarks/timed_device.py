@@ -13,7 +13,7 @@ from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.packing import pack
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
-from jaxoverlap.scheduler.plan import RowStatus, StepPlan
+from jaxoverlap.scheduler.plan import RowStatus, StepPlan, StepResult
 
 VOCAB_SIZE = 1000
 _SPIN_SECONDS = 0.0003
@@ -24,13 +24,13 @@ class _TimedStep:
     ready_at: float
     result: np.ndarray
 
-    def read(self) -> np.ndarray:
+    def read(self) -> StepResult:
         remaining = self.ready_at - time.perf_counter()
         if remaining > _SPIN_SECONDS:
             time.sleep(remaining - _SPIN_SECONDS)
         while time.perf_counter() < self.ready_at:  # a sleep wakes up some 60 µs late, a device does not
             pass
-        return self.result
+        return StepResult(self.result)
 
 
 class TimedDevice:

@@ -213,6 +213,7 @@ class LLM:
         """Aborts what runs and lets go of the device's memory. Calling it twice is fine."""
         if self._shared.close():
             self.runner.release()
+            self.engine.close()
 
     def __enter__(self) -> LLM:
         return self

@@ -66,7 +66,6 @@ def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[
 
 def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
     from jaxoverlap.engine.core import EngineCore
-    from jaxoverlap.engine.engine import supported_parameters
     from jaxoverlap.engine.profiler import Profiler
 
     options = {} if spec.progress is None else {"progress": _named(spec.progress)}
@@ -88,7 +87,7 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
         dtype=built.dtype,
         devices=list(built.devices),
         schedule=built.resolved.schedule,
-        capabilities=supported_parameters(),
+        capabilities=built.engine.supported_parameters,
         tokenizer_source=source if isinstance(source, Mapping) else str(source),
     )
     # What start-up has left behind lives for ever; without this each full collection would walk through it.

@@ -33,6 +33,8 @@ from jaxoverlap.sampling_params import SamplingParams
 
 _MOST_BYTES = 2**31 - 1
 
+ABORTED = "the request was aborted by an operator"
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFacts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from time import perf_counter
 from typing import NamedTuple
 
 
@@ -24,8 +25,21 @@ class StepTimes(NamedTuple):
         return self.plan + self.launch + self.commit
 
 
+class Stopwatch:
+    """Splits a turn into laps; what is done in several of the same name adds up."""
+
+    def __init__(self) -> None:
+        self.seconds = {"plan": 0.0, "launch": 0.0, "wait": 0.0, "commit": 0.0}
+        self._last = perf_counter()
+
+    def end(self, lap: str) -> None:
+        now = perf_counter()
+        self.seconds[lap] += now - self._last
+        self._last = now
+
+
 class StepTimesLog:
-    """The last turns of the loop, always on: four clock readings a turn."""
+    """The last turns of the loop, always on: some clock readings a turn."""
 
     def __init__(self, capacity: int = 10_000) -> None:
         self.records: deque[StepTimes] = deque(maxlen=capacity)

@@ -231,7 +231,7 @@ class EngineClient:
         if error is not None:
             call.fail(messages.error_from_wire(error))
         elif reason == FinishReason.ABORTED:
-            call.fail(AbortedError("the request was aborted by an operator"))
+            call.fail(AbortedError(messages.ABORTED))
         else:
             sample.finish(ids, scores, FinishReason(reason), matched_token_id, finish_time)
         if call.error is not None:
