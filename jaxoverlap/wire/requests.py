@@ -133,11 +133,30 @@ def set_prompt(message: Generation | TokenizeRequest, prompt: Prompt | ChatPromp
     elif (
         isinstance(message, Generation) and isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes)
     ):
-        message.token_ids.ids.extend(_prompt_ids(prompt))
+        message.token_ids.ids.extend(check_token_ids("prompt", prompt))
         message.token_ids.SetInParent()  # an empty list is still a prompt of this kind
     else:
         kinds = "text, token ids or messages" if isinstance(message, Generation) else "text or messages"
         raise InvalidRequestError("prompt", prompt, f"use {kinds}")
+
+
+def check_token_ids(field: str, ids: Any) -> list[int]:
+    """Ids that a message can hold; the vocabulary's end is the service's to check.
+
+    Raises:
+      InvalidRequestError: they are none.
+    """
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError):
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequestError(field, ids, "token ids are integers in a flat list")
+    wrong = (array < 0) | (array >= 2**32)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        raise InvalidRequestError(f"{field}[{index}]", int(array[index]), "token ids go from 0 to 2**32 - 1")
+    return array.tolist()
 
 
 def _sampling(params: SamplingParams) -> common_pb2.SamplingOptions:
@@ -186,20 +205,6 @@ def _chat(prompt: ChatPrompt) -> common_pb2.Chat:
             extra_json=_json(field, extra) if extra else "",
         )
     return message
-
-
-def _prompt_ids(ids: Any) -> list[int]:
-    try:
-        array = np.asarray(ids)
-    except (ValueError, OverflowError):
-        array = np.asarray(None)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequestError("prompt", ids, "token ids are integers in a flat list")
-    wrong = (array < 0) | (array >= 2**32)
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        raise InvalidRequestError(f"prompt[{index}]", int(array[index]), "token ids go from 0 to 2**32 - 1")
-    return array.tolist()
 
 
 def _text(field: str, text: Any) -> str:
