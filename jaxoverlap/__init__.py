@@ -37,6 +37,7 @@ from jaxoverlap.outputs import (
     StreamDelta,
     TokenLogprob,
 )
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 
@@ -51,6 +52,7 @@ __all__ = [
     "AbortedError",
     "AccessDeniedError",
     "AsyncClient",
+    "ChatPrompt",
     "Client",
     "CompletionOutput",
     "ConfigError",

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from jaxoverlap.errors import JaxOverlapError
-
-Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]]
-"""Text, token ids, or chat messages (``{"role": …, "content": …}``)."""
+from jaxoverlap.prompts import Prompt
 
 
 class FinishReason(enum.StrEnum):

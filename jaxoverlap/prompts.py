@@ -1,13 +1,89 @@
-"""What kind of prompt it is, and whether chat messages have the form that templates expect."""
+"""What a model is asked: text, token ids, or a chat for its template; one prompt, or a list of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from jaxoverlap.checks import check_bool
 from jaxoverlap.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatPrompt:
+    """A chat, and what the model's template is told besides.
+
+    A message has a role and a content that is text; an assistant's message may have no content if it calls tools. All
+    further fields of messages, tools and documents (``name``, ``tool_calls``, …) are for the template: which of them it
+    writes is the template's to say.
+
+    Attributes:
+      messages: in order.
+      tools: JSON schemas of functions. The template shows them to the model; what it answers stays text.
+      documents: what to answer from, where the template knows of that.
+      add_generation_prompt: ends the prompt with the opening of the assistant's answer. None does, unless the last
+        message is continued.
+      continue_final_message: the last message is the beginning of the answer, which goes on from there: nothing that
+        ends a message is written after it.
+      chat_template_kwargs: further variables of the template, such as ``enable_thinking``.
+
+    Raises:
+      InvalidRequestError: something of the wrong form, named by its field.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None = None
+    documents: Sequence[Mapping[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_messages(self.messages)
+        for name in ("tools", "documents"):
+            _check_mappings(name, getattr(self, name))
+        check_bool("continue_final_message", self.continue_final_message)
+        if self.add_generation_prompt is not None:
+            check_bool("add_generation_prompt", self.add_generation_prompt)
+        if self.continue_final_message:
+            if self.add_generation_prompt:
+                raise InvalidRequestError(
+                    "add_generation_prompt", True, "continue_final_message goes on with the last message instead"
+                )
+            if not isinstance(self.messages[-1].get("content"), str):
+                raise InvalidRequestError(
+                    f"messages[{len(self.messages) - 1}].content", None, "text that can be continued is needed"
+                )
+        self._check_kwargs()
+
+    @property
+    def opens_answer(self) -> bool:
+        """`add_generation_prompt`, or what it is if nobody has said it."""
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    def _check_kwargs(self) -> None:
+        variables = self.chat_template_kwargs
+        if variables is None:
+            return
+        if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+            raise InvalidRequestError("chat_template_kwargs", variables, "use a mapping of names to JSON values")
+        for name in ("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"):
+            if name in variables:
+                raise InvalidRequestError(f"chat_template_kwargs.{name}", variables[name], "it is a field of its own")
+
+
+Prompt = str | Sequence[int] | np.ndarray | Sequence[Mapping[str, Any]] | ChatPrompt
+"""Text, token ids, or a chat; a list of messages (``{"role": …, "content": …}``) is a chat with nothing besides."""
+
+
+def as_chat(prompt: Prompt) -> ChatPrompt | None:
+    """A prompt that is a chat, or a list of messages; None for text and ids."""
+    if isinstance(prompt, ChatPrompt):
+        return prompt
+    return ChatPrompt(messages=prompt) if is_chat(prompt) else None  # type: ignore[arg-type]
 
 
 def is_chat(prompt: Any) -> bool:
@@ -19,7 +95,7 @@ def is_list_of_prompts(prompts: Any) -> bool:
     """A list of texts, of lists of ids or of chats; not a text, a list of ids or a chat."""
     if isinstance(prompts, str | np.ndarray) or not isinstance(prompts, Sequence):
         return False
-    return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray)
+    return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray | ChatPrompt)
 
 
 def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type) -> Sequence[Any]:
@@ -39,21 +115,29 @@ def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type) -> S
 
 
 def check_messages(messages: Any) -> None:
-    """Refuses what is not a non-empty list of `{"role": str, "content": str, …}`.
-
-    An assistant's message may leave its content out if it calls tools.
+    """Refuses what is not a non-empty list of messages; see `ChatPrompt`.
 
     Raises:
       InvalidRequestError: names the offending message and field.
     """
-    if not isinstance(messages, list) or not messages:
+    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages", messages, "a list of at least one {role, content} is needed")
     for index, message in enumerate(messages):
         field = f"messages[{index}]"
-        if not isinstance(message, dict):
+        if not isinstance(message, Mapping):
             raise InvalidRequestError(field, message, "a mapping with role and content is needed")
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise InvalidRequestError(f"{field}.role", role, "a role such as 'system', 'user' or 'assistant' is needed")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise InvalidRequestError(f"{field}.content", content, "text is needed")
+
+
+def _check_mappings(name: str, values: Any) -> None:
+    if values is None:
+        return
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+        raise InvalidRequestError(name, values, "use a list of objects")
+    for index, value in enumerate(values):
+        if not isinstance(value, Mapping):
+            raise InvalidRequestError(f"{name}[{index}]", value, "use an object")

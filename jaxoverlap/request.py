@@ -151,6 +151,7 @@ class Request:
       max_tokens: the resolved output limit, ≥ 1.
       stop_ids: ids that end it on the device, EOS ids included unless ignored.
       seed: the resolved seed; sample_index tells samples of one prompt apart.
+      leader: the prompt's first sample, if this is another; it waits until the leader has computed the prompt.
       priority: the lowest value is served first; among equals, who came first.
       timeout: seconds from its arrival after which it is ended; None is never.
       cache_salt: requests share cached prefixes only with those of the same salt.
@@ -171,6 +172,7 @@ class Request:
     stop_ids: tuple[int, ...]
     seed: int
     sample_index: int = 0
+    leader: Request | None = None
     priority: int = 0
     timeout: float | None = None
     cache_salt: str | None = None

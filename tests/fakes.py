@@ -69,6 +69,10 @@ def oracle(
             checksum -= terms[position - window - 1]
 
 
+def salt_of(seed: int, sample_index: int = 0) -> int:
+    return (seed + 389 * sample_index) % 1009
+
+
 class _ToyStep:
     def __init__(self, runner: ToyRunner, plan: StepPlan) -> None:
         self.runner, self.plan, self.result, self.ready_at = runner, plan, None, 0.0
@@ -80,7 +84,7 @@ class _ToyStep:
 class ToyRunner:
     """The device. `step_seconds` makes it take time, as an accelerator would, without using the host.
 
-    `salted` makes the tokens depend on the request's seed and the sampling position as well.
+    `salted` makes the tokens depend on the request's seed, sample index and sampling position as well.
     """
 
     def __init__(
@@ -110,6 +114,9 @@ class ToyRunner:
         self.row_steps: dict[int, int] = {}
         """Decode steps launched per request id."""
         self._device_free_at = 0.0
+
+    def warm_up(self, progress=None) -> None:
+        """There is nothing to compile."""
 
     def launch(self, plan: StepPlan) -> _ToyStep:
         step = _ToyStep(self, plan)
@@ -151,7 +158,7 @@ class ToyRunner:
         self.page_table[row] = self.limits.num_pages
         self.page_table[row, : len(chunk.page_table)] = chunk.page_table
         self.num_outputs[row], self.max_outputs[row] = chunk.num_outputs, request.max_tokens
-        self.salt[row] = request.seed % 1009 if self.salted else 0
+        self.salt[row] = salt_of(request.seed, request.sample_index) if self.salted else 0
         self.stop_ids[row] = -1
         self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
         self.finished[row] = False

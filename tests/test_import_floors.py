@@ -19,7 +19,8 @@ FLOOR = {
     "runtime": 2, "text": 2,
     "engine": 3, "display": 3,
     "llm": 4, "client": 4,
-    "cli": 5,
+    "server": 5,
+    "cli": 6,
 }  # fmt: skip
 NO_JAX = {
     "errors",
@@ -36,8 +37,9 @@ NO_JAX = {
     "cache",
     "scheduler",
     "text",
+    "server",
 }
-SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler")}
+SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler"), ("prompts", "checks")}
 """Allowed between different parts of one floor."""
 
 
@@ -85,9 +87,22 @@ def test_kernels_know_nothing_of_the_engine(path):
 
 
 @pytest.mark.parametrize(
-    "module", ["jaxoverlap", "jaxoverlap.scheduler.scheduler", "jaxoverlap.config", "jaxoverlap.cli.main"]
+    "module",
+    [
+        "jaxoverlap",
+        "jaxoverlap.scheduler.scheduler",
+        "jaxoverlap.config",
+        "jaxoverlap.cli.main",
+        "jaxoverlap.server.config",
+    ],
 )
 def test_import_is_light(module):
     code = f"import {module}, sys; print([m for m in ('jax', 'grpc', 'torch', 'transformers') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_a_front_end_needs_no_jax():
+    code = "import jaxoverlap.server.frontend_process, sys; print([m for m in ('jax', 'torch') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.strip() == "[]"

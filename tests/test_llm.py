@@ -31,7 +31,7 @@ from tests.fakes import VOCAB_SIZE, ToyRunner, oracle
 GREEDY = SamplingParams(temperature=0, seed=1, max_tokens=6, ignore_eos=True)
 
 
-def toy_build(config: EngineConfig, progress=None) -> BuiltEngine:
+def toy_build(config: EngineConfig, *, warm_up: bool) -> BuiltEngine:
     resolved = config.resolve(
         platform="cpu", vocab_size=VOCAB_SIZE, model_len=256, page_bytes=1, kv_memory_bytes=config.num_pages or 64
     )
@@ -49,9 +49,9 @@ def llm(monkeypatch):
     monkeypatch.setattr(llm_module, "build_engine", toy_build)
     with LLM(max_running=4, progress=False) as llm:
         yield llm
-        if not llm._closed and not llm.engine.has_failed:
+        if not llm._shared.is_closed and not llm.engine.has_failed:
             assert not llm.engine.has_work
-            assert not llm._waiters
+            assert not llm._shared.has_callers
             memory = llm.engine.loop.scheduler.state.memory
             assert memory.num_available == memory.pool.num_pages
 

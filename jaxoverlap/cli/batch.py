@@ -53,8 +53,9 @@ def batch(
         bool,
         typer.Option(
             "--retry-errors",
-            help="Do lines again whose answer in the output is an error. The new answer is appended: of two lines "
-            "with one custom_id, the later counts.",
+            help="Do lines again whose answer in the output is an error that may pass: a timeout, or a failure of the "
+            "engine. The new answer is appended: of two lines with one custom_id, the later counts. A line that was "
+            "refused is not done again, even if it has been corrected since: give it another custom_id.",
         ),
     ] = False,
     quiet: Annotated[
@@ -215,15 +216,17 @@ class BatchRun:
             place, request = self._in_engine.pop(index)
             if isinstance(result, JaxOverlapError):
                 self._fail(place, refusal_by_engine(request, result))
-            elif not result.finish_reason.as_asked:
-                problem = result.error or EngineError(f"the request ended as {result.finish_reason}")
+                continue
+            broken = next((one for one in result.outputs if not one.finish_reason.as_asked), None)
+            if broken is not None:
+                problem = broken.error or EngineError(f"the request ended as {broken.finish_reason}")
                 self._fail(place, refusal_by_engine(request, problem))
             else:
                 self._outbox.put(place, answer_line(request, result, self._names.shown))
                 self.tally.succeeded += 1
                 self.tally.prompt_tokens += result.prompt_tokens
                 self.tally.cached_tokens += result.cached_tokens
-                self.tally.output_tokens += len(result.token_ids)
+                self.tally.output_tokens += sum(len(one.token_ids) for one in result.outputs)
 
     def _requests(self) -> Iterator[tuple[Prompt, SamplingParams, RequestOptions] | None]:
         """What the engine draws from; places go by the order of lines, indices by that of requests."""

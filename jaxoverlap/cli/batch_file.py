@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
-from jaxoverlap.cli.batch_format import LINE_START, BadLine, read_key, too_long
+from jaxoverlap.cli.batch_format import LINE_START, MAY_PASS, BadLine, read_key, too_long
 from jaxoverlap.cli.command import CommandError
 
 MAX_LINE_BYTES = 16 << 20
@@ -127,7 +127,7 @@ def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: b
     Args:
       source: the input, which must not be the same file.
       overwrite: forget what it holds.
-      retry_errors: count errors in it as not answered.
+      retry_errors: count errors in it that may pass as not answered.
 
     Raises:
       CommandError: it can't be written, or it holds something else than the output of a batch.
@@ -157,7 +157,7 @@ def _recover(path: Path, answered: Answered, retry_errors: bool) -> None:
             try:
                 if not line.endswith(b"\n"):
                     raise ValueError("half a line")
-                key, is_error = read_key(line)
+                key, code = read_key(line)
             except ValueError:
                 ours = end > 0 or line.startswith(LINE_START) or LINE_START.startswith(line)
                 if not ours or file.read(1):
@@ -165,8 +165,8 @@ def _recover(path: Path, answered: Answered, retry_errors: bool) -> None:
                         f"{path}: line {number} is not the output of a batch; name another file, or use --overwrite"
                     ) from None
                 break
-            if not (is_error and retry_errors):
-                answered.add(key, is_error)
+            if not (retry_errors and code in MAY_PASS):
+                answered.add(key, code is not None)
             end += len(line)
         file.truncate(end)
 

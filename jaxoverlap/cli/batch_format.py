@@ -12,56 +12,26 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jaxoverlap.cli import answers
+from jaxoverlap.cli.batch_body import Wish, read_body
 from jaxoverlap.errors import DeadlineError, InvalidRequestError, JaxOverlapError, UnsupportedError
-from jaxoverlap.outputs import FinishReason
-from jaxoverlap.prompts import check_messages
+from jaxoverlap.prompts import Prompt
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxoverlap.llm import Prompt, RequestOutput
+    from jaxoverlap.llm import RequestOutput
 
-CHAT_URL, COMPLETION_URL = "/v1/chat/completions", "/v1/completions"
 LINE_START = b'{"id": "batch_req_'
 """Every line of output begins so: a half-written one can be told from somebody else's file."""
 
+MAY_PASS = ("timeout", "server_error")
+"""Codes of errors that the same line may not have another time."""
+
 _LINE_FIELDS = ("custom_id", "method", "url", "body")
-_SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
-_OPTION_FIELDS = tuple(f.name for f in fields(RequestOptions))
-_BODY_FIELDS = ("model", "messages", "prompt", "max_completion_tokens", *_SAMPLING_FIELDS, *_OPTION_FIELDS)
-
-_UNSUPPORTED = frozenset(
-    """
-    allowed_token_ids audio bad_words best_of chat_template chat_template_kwargs detokenize documents echo
-    frequency_penalty function_call functions guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output length_penalty logit_bias logprobs metadata min_tokens modalities n parallel_tool_calls
-    prediction presence_penalty prompt_cache_key prompt_logprobs reasoning_effort repetition_penalty
-    response_format safety_identifier service_tier stop store stream stream_options structured_outputs suffix
-    tool_choice tools top_logprobs truncate_prompt_tokens use_beam_search user verbosity web_search_options
-    """.split()  # noqa: SIM905
-)
-_NOTHING: dict[str, Any] = {
-    "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "min_tokens": 0,
-    "n": 1,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "response_format": {"type": "text"},
-    "stop": [],
-    "stream": False,
-    "tool_choice": "none",
-    "tools": [],
-}
-"""Fields that engines like this one know, and for some a value that asks for nothing: that is taken, as null is."""
-
-_FINISH = {FinishReason.EOS: "stop", FinishReason.STOP_TOKEN: "stop", FinishReason.LENGTH: "length"}
 
 
 @dataclass(frozen=True)
@@ -69,16 +39,21 @@ class BatchRequest:
     """One line's request.
 
     Attributes:
-      is_chat: it wants a chat completion, not a text completion.
-      renamed: what the line calls a field that the engine knows by another name.
+      wish: what its body asked for, in the body's own words.
     """
 
     custom_id: str
-    prompt: Prompt
     params: SamplingParams
     options: RequestOptions
-    is_chat: bool
-    renamed: dict[str, str] = field(default_factory=dict)
+    wish: Wish
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.wish.prompt
+
+    @property
+    def is_chat(self) -> bool:
+        return self.wish.is_chat
 
 
 class BadLine(Exception):
@@ -188,13 +163,13 @@ def refusal(custom_id: str, error: JaxOverlapError) -> BadLine:
 
 def refusal_by_engine(request: BatchRequest, error: JaxOverlapError) -> BadLine:
     """As `refusal`, with the field called what the line calls it."""
-    if isinstance(error, InvalidRequestError):
-        name = error.field
-        for engine_name, own_name in request.renamed.items():
-            if name == engine_name or name.startswith(f"{engine_name}["):
-                name = own_name + name.removeprefix(engine_name)
-        error = InvalidRequestError(f"body.{name}", error.value, error.allowed)
-    return refusal(request.custom_id, error)
+    return refusal(request.custom_id, _in_words_of(request.wish, error))
+
+
+def _in_words_of(wish: Wish, error: JaxOverlapError) -> JaxOverlapError:
+    if not isinstance(error, InvalidRequestError):
+        return error
+    return InvalidRequestError(f"body.{wish.own_name(error.field)}", error.value, error.allowed)
 
 
 def _to_request(line: dict[str, Any], names: ModelNames, defaults: dict[str, Any]) -> BatchRequest:
@@ -203,101 +178,22 @@ def _to_request(line: dict[str, Any], names: ModelNames, defaults: dict[str, Any
             raise InvalidRequestError(name, value, f"no such field; known are {', '.join(_LINE_FIELDS)}")
     if line.get("method") not in (None, "POST"):
         raise InvalidRequestError("method", line["method"], "use 'POST', or leave it out")
-    body = line.get("body")
-    if not isinstance(body, dict):
-        raise InvalidRequestError("body", body, "an object with messages or prompt is needed")
-    given = {name: value for name, value in body.items() if value is not None}
-    is_chat = _is_chat(line.get("url"), given)
-    for name, value in given.items():
-        _check_field(name, value)
-    if "model" in given and given["model"] not in names.accepted:
-        raise InvalidRequestError("body.model", given["model"], f"served is {', '.join(names.accepted)}")
-
-    renamed = {"prompt": "messages"} if is_chat else {}
-    sampling = {name: given[name] for name in _SAMPLING_FIELDS if name in given}
-    if "max_completion_tokens" in given:
-        if "max_tokens" in given:
-            raise InvalidRequestError("body.max_tokens", given["max_tokens"], "max_completion_tokens is given as well")
-        renamed["max_tokens"] = "max_completion_tokens"
-        sampling["max_tokens"] = given["max_completion_tokens"]
-    prompt = _messages(given) if is_chat else _prompt(given)
-    request = BatchRequest(line["custom_id"], prompt, SamplingParams(), RequestOptions(), is_chat, renamed)
-    sampling_defaults = {name: value for name, value in defaults.items() if name in _SAMPLING_FIELDS}
-    treatment = {name: (defaults | given)[name] for name in _OPTION_FIELDS if name in defaults | given}
+    wish = read_body(line.get("url"), line.get("body"), names.accepted)
+    wanted = {name: value for name, value in defaults.items() if name not in wish.unset}
+    options = {name: wanted.pop(name) for name in list(wanted) if name in RequestOptions.__dataclass_fields__}
     try:
-        params = SamplingParams.from_dict(sampling, **sampling_defaults)
-        options = RequestOptions(**treatment)
+        params = SamplingParams.from_dict(wish.sampling, **wanted)
+        return BatchRequest(line["custom_id"], params, RequestOptions(**(options | wish.options)), wish)
     except JaxOverlapError as error:
-        raise refusal_by_engine(request, error) from error
-    return replace(request, params=params, options=options)
-
-
-def _is_chat(url: Any, body: dict[str, Any]) -> bool:
-    if url not in (None, CHAT_URL, COMPLETION_URL):
-        raise InvalidRequestError("url", url, f"use {CHAT_URL!r} or {COMPLETION_URL!r}, or leave it out")
-    is_chat = "messages" in body if url is None else url == CHAT_URL
-    needed, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
-    if other in body:
-        raise InvalidRequestError(f"body.{other}", body[other], f"{needed} is what this request is made of")
-    if needed not in body:
-        either = "messages or prompt" if url is None else needed
-        raise InvalidRequestError(f"body.{needed}", None, f"{either} is needed")
-    return is_chat
-
-
-def _check_field(name: str, value: Any) -> None:
-    if name in _BODY_FIELDS:
-        return
-    if name not in _UNSUPPORTED:
-        raise InvalidRequestError(f"body.{name}", value, f"no such field; known are {', '.join(_BODY_FIELDS)}")
-    nothing = _NOTHING.get(name)
-    if nothing is None or value != nothing or isinstance(value, bool) != isinstance(nothing, bool):
-        taken = "" if nothing is None else f"; only {json.dumps(nothing)}, which asks for nothing, is taken"
-        raise UnsupportedError(f"body.{name} is not supported in this build{taken}")
-
-
-def _messages(body: dict[str, Any]) -> Prompt:
-    try:
-        check_messages(body["messages"])
-    except InvalidRequestError as error:
-        raise InvalidRequestError(f"body.{error.field}", error.value, error.allowed) from None
-    return body["messages"]
-
-
-def _prompt(body: dict[str, Any]) -> Prompt:
-    prompt = body["prompt"]
-    if isinstance(prompt, list) and prompt and all(isinstance(part, str | list) for part in prompt):
-        raise UnsupportedError("body.prompt: a list of prompts is not supported in this build; give each its own line")
-    if not isinstance(prompt, str | list):
-        raise InvalidRequestError("body.prompt", prompt, "use text or a list of token ids")
-    for index, token_id in enumerate(prompt if isinstance(prompt, list) else ()):
-        if not isinstance(token_id, int) or isinstance(token_id, bool):
-            raise InvalidRequestError(f"body.prompt[{index}]", token_id, "token ids are integers in a flat list")
-    return prompt
+        raise _in_words_of(wish, error) from error
 
 
 # ---------------------------------------------------------------- output
 
 
 def answer_line(request: BatchRequest, output: RequestOutput, model: str) -> bytes:
-    """An OpenAI chat completion or text completion, and the seed, with which it comes out again."""
-    content = {"message": {"role": "assistant", "content": output.text}} if request.is_chat else {"text": output.text}
-    choice = {"index": 0, **content, "logprobs": None, "finish_reason": _FINISH[output.finish_reason]}
-    prompt_tokens, completion_tokens = output.prompt_tokens, len(output.token_ids)
-    body = {
-        "id": ("chatcmpl-" if request.is_chat else "cmpl-") + secrets.token_hex(12),
-        "object": "chat.completion" if request.is_chat else "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "choices": [choice],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": output.cached_tokens},
-        },
-        "seed": output.seed,
-    }
+    """An OpenAI chat completion or text completion; see `answers.completion`."""
+    body = answers.completion(output, is_chat=request.is_chat, model=model)
     return _line(request.custom_id, _response(200, body), None)
 
 
@@ -313,8 +209,8 @@ def error_line(bad: BadLine) -> bytes:
     return _line(bad.custom_id, response, error)
 
 
-def read_key(line: bytes) -> tuple[str | int, bool]:
-    """The key that a line of output answers, and whether it is an error.
+def read_key(line: bytes) -> tuple[str | int, str | None]:
+    """The key that a line of output answers, and the code of its error, if it is one.
 
     Raises:
       ValueError: it is not a line of output.
@@ -323,11 +219,12 @@ def read_key(line: bytes) -> tuple[str | int, bool]:
         item = json.loads(line.decode("utf-8"))
         error = item["error"]
         key = item["custom_id"] if error is None or "line" not in error else error["line"]
+        code = None if error is None else error["code"]
     except (KeyError, TypeError, RecursionError) as problem:
         raise ValueError(f"not a line of output: {problem!r}") from None
-    if not line.startswith(LINE_START) or not isinstance(key, str | int):
+    if not line.startswith(LINE_START) or not isinstance(key, str | int) or not isinstance(code, str | None):
         raise ValueError("not a line of output")
-    return key, error is not None
+    return key, code
 
 
 def _response(status: int, body: dict[str, Any]) -> dict[str, Any]:

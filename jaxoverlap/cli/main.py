@@ -10,6 +10,7 @@ from jaxoverlap import __version__
 from jaxoverlap.cli.batch import batch
 from jaxoverlap.cli.command import as_command
 from jaxoverlap.cli.generate import generate
+from jaxoverlap.cli.serve import serve
 
 app = typer.Typer(
     name="jaxoverlap",
@@ -19,6 +20,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("serve")(as_command(serve))
 app.command("generate")(as_command(generate))
 app.command("batch")(as_command(batch))
 

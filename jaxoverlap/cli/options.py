@@ -133,7 +133,7 @@ class EngineOptions:
         Raises:
           ConfigError: a value out of range; nothing has been loaded yet.
         """
-        settings = defaults | _given(self)
+        settings = defaults | given(self)
         EngineConfig(**settings)
         return settings
 
@@ -179,7 +179,7 @@ class SamplingOptions:
         Raises:
           InvalidRequestError: a value out of range.
         """
-        values = defaults | _given(self)
+        values = defaults | given(self)
         if values.pop("keep_special_tokens", False):
             values["skip_special_tokens"] = False
         SamplingParams(**values)
@@ -204,11 +204,12 @@ class TreatmentOptions:
         Raises:
           InvalidRequestError: a value out of range.
         """
-        RequestOptions(**_given(self))
-        return _given(self)
+        RequestOptions(**given(self))
+        return given(self)
 
 
-def _given(options: EngineOptions | SamplingOptions | TreatmentOptions) -> dict[str, Any]:
+def given(options: Any) -> dict[str, Any]:
+    """What was given of a group of options, by name."""
     return {name: value for name, value in vars(options).items() if value not in (None, [])}
 
 

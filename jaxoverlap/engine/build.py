@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
 from jaxoverlap.config import EngineConfig, ResolvedConfig
 from jaxoverlap.engine.engine import Engine
+from jaxoverlap.model.checkpoint import TokenizerSource
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
 from jaxoverlap.runtime import compile_cache
@@ -21,7 +23,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """An engine that is ready: nothing compiles any more. `name` is what to call its model."""
+    """An engine that is ready once `runner` is warmed up: then nothing compiles any more.
+
+    Attributes:
+      name: what to call its model; architecture: its kind.
+      tokenizer_source: for `Tokenizer.from_source`, where another process needs one.
+      dtype, devices: what computes, in words.
+    The last four are only for servers to tell.
+    """
 
     name: str
     engine: Engine
@@ -29,10 +38,16 @@ class BuiltEngine:
     tokenizer: Tokenizer
     model_config: ModelConfig
     resolved: ResolvedConfig
+    tokenizer_source: TokenizerSource = Path()
+    architecture: str = ""
+    dtype: str = ""
+    devices: tuple[str, ...] = ()
 
 
-def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count: shapes) -> BuiltEngine:
-    """Loads the model, sizes the KV pool and compiles every step.
+def build_engine(
+    config: EngineConfig, progress: Progress = lambda shapes, count: shapes, *, warm_up: bool = True
+) -> BuiltEngine:
+    """Loads the model, sizes the KV pool and compiles every step; `warm_up=False` leaves the last to the caller.
 
     Raises:
       ModelError: the model can't be used.
@@ -59,9 +74,21 @@ def build_engine(config: EngineConfig, progress: Progress = lambda shapes, count
     if resolved.shortfall:
         logger.warning(resolved.shortfall)
     runner = DeviceRunner(shape, weights, resolved.scheduler, dtype=dtype, attention=resolved.attention, device=device)
-    runner.warm_up(progress)
+    if warm_up:
+        runner.warm_up(progress)
     engine = Engine(resolved.scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=shape.eos_token_ids)
-    return BuiltEngine(files.name, engine, runner, tokenizer, shape, resolved)
+    return BuiltEngine(
+        files.name,
+        engine,
+        runner,
+        tokenizer,
+        shape,
+        resolved,
+        tokenizer_source=files.tokenizer_source,
+        architecture=shape.family,
+        dtype=dtype.name,
+        devices=(device.device_kind,),
+    )
 
 
 def context_per_token(shape: ModelConfig, platform: str) -> float:

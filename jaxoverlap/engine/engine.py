@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 import time
@@ -65,7 +66,25 @@ class Engine:
         sampling: SamplingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
     ) -> Request:
-        """Checks a request and queues it. From here on it will finish.
+        """As `add_samples`, for parameters that ask for one sample.
+
+        Raises:
+          ValueError: they ask for several.
+        """
+        if sampling.num_samples != 1:
+            raise ValueError(f"{sampling.num_samples} samples are asked for; use add_samples")
+        return self.add_samples(prompt_ids, sampling, options)[0]
+
+    def add_samples(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        options: RequestOptions = DEFAULT_OPTIONS,
+    ) -> list[Request]:
+        """Checks a request and queues its samples, all or none. From here on they will finish.
+
+        They have one seed and differ by their index, so the set comes out again with the seed; the first is the leader
+        of the others.
 
         Raises:
           InvalidRequestError: it can't be served; nothing has changed.
@@ -75,19 +94,25 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         prompt, max_tokens, stop_ids = self._resolve(prompt_ids, sampling)
-        request = Request(
-            request_id=next(self._request_ids),
-            prompt_ids=prompt,
-            sampling=sampling,
-            max_tokens=max_tokens,
-            stop_ids=stop_ids,
-            seed=secrets.randbits(64) if sampling.seed is None else int(sampling.seed),
-            priority=options.priority,
-            timeout=options.timeout,
-            cache_salt=options.cache_salt,
-        )
-        self.loop.scheduler.add(request)
-        return request
+        seed = secrets.randbits(64) if sampling.seed is None else int(sampling.seed)
+        samples: list[Request] = []
+        for sample_index in range(sampling.num_samples):
+            request = Request(
+                request_id=next(self._request_ids),
+                prompt_ids=prompt,
+                sampling=sampling,
+                max_tokens=max_tokens,
+                stop_ids=stop_ids,
+                seed=seed,
+                sample_index=sample_index,
+                leader=samples[0] if samples else None,
+                priority=options.priority,
+                timeout=options.timeout,
+                cache_salt=options.cache_salt,
+            )
+            self.loop.scheduler.add(request)
+            samples.append(request)
+        return samples
 
     def _resolve(
         self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams
@@ -99,6 +124,11 @@ class Engine:
             stop_ids |= dict.fromkeys(self.eos_token_ids)
         max_tokens = self.limits.resolve_max_tokens(len(prompt), sampling.max_tokens)
         return prompt, max_tokens, self.limits.check_stop_ids(tuple(stop_ids))
+
+    def stop(self, request: Request) -> bool:
+        """Ends a request whose text has come to a stop string: at most the tokens in flight were computed too many,
+        and they are dropped. Its terminal event comes with the next `step`. False when it had finished."""
+        return self.loop.scheduler.stop(request.request_id)
 
     def abort(self, request: Request) -> bool:
         """Ends a request; its terminal event comes with the next `step`. False when it had finished."""
@@ -120,8 +150,6 @@ class Engine:
 
 
 _NOT_BUILT = {
-    "n": 1,
-    "best_of": None,
     "repetition_penalty": 1,
     "presence_penalty": 0,
     "frequency_penalty": 0,
@@ -129,11 +157,15 @@ _NOT_BUILT = {
     "allowed_token_ids": None,
     "banned_token_ids": (),
     "min_tokens": 0,
-    "stop": (),
     "logprobs": None,
     "prompt_logprobs": None,
     "structured_output": None,
 }
+
+
+def supported_parameters() -> list[str]:
+    """Fields of `SamplingParams` that this build serves."""
+    return [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NOT_BUILT]
 
 
 def _check_built(sampling: SamplingParams) -> None:

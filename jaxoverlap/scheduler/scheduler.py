@@ -6,8 +6,8 @@ Rules of its state machine:
 * `plan` admits from the queue, preempts where memory or patience ends, and freezes the next step (`Planner`).
 * `commit` takes the result of the oldest uncommitted plan. A token counts only if its row still belongs to the
   owner it was launched for and that owner is not finished; of a preempted row it counts.
-* A request finishes in `_finish` and nowhere else: by a committed token, `abort`, `fail`, its deadline or the scan
-  for stuck ones.
+* A request finishes in `_finish` and nowhere else: by a committed token, `stop`, `abort`, `fail`, its deadline or the
+  scan for stuck ones.
 * `retire` takes back the rows that are leaving and that no uncommitted plan names, and nothing else frees. The
   request of a preempted row returns to the queue here, when all its tokens are known.
 
@@ -88,23 +88,27 @@ class Scheduler:
         """Empties the prefix cache, but for what running requests read. Returns the number of pages."""
         return self.state.memory.flush()
 
-    # ---------------------------------------------------------------- add, abort
+    # ---------------------------------------------------------------- add, stop, abort
 
     def add(self, request: Request) -> None:
         """Queues a request.
 
         Raises:
-          QueueFullError: as many wait as may.
+          QueueFullError: as many wait as may. The samples of a prompt come in with the first of them.
         """
         if self.state.find(request.request_id) is not None:
             raise ValueError(f"request_id: {request.request_id} is already in use")
-        if self.queue_is_full:
+        if self.queue_is_full and request.leader is None:
             raise QueueFullError(
                 f"max_queue: {self.config.max_queue} requests are waiting already; try again when some have started"
             )
         request.arrival_time = self._clock()
         self.state.enqueue(request, request.arrival_time)
         self.state.set_deadline(request)
+
+    def stop(self, request_id: int) -> bool:
+        """Ends a request whose text has come to a stop string. False when it is not here (any more)."""
+        return self._end_early(request_id, FinishReason.STOP_STRING, None)
 
     def abort(self, request_id: int) -> bool:
         """Ends a request wherever it is. False when it is not here (any more)."""

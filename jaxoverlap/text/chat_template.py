@@ -20,7 +20,7 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
-from jaxoverlap.prompts import check_messages
+from jaxoverlap.prompts import ChatPrompt
 
 
 class ChatTemplate:
@@ -45,37 +45,49 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 raise ModelError(f"chat template {name!r} does not compile: {error}") from error
 
-    def render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
+    def render(self, chat: ChatPrompt) -> str:
         """The prompt text.
 
+        A message that is continued is found in the text by a mark that is put at its end, as in transformers. What the
+        template writes after it goes; where the template trims the message, so do the spaces before it.
+
         Raises:
-          InvalidRequestError: messages of the wrong form, or refused by the template.
+          InvalidRequestError: messages refused by the template, or that are not JSON.
           UnsupportedError: the model has several templates and no default.
         """
-        check_messages(messages)
         # Fields that are None are as good as absent; most templates would print them.
-        present = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        template = self._templates.get("tool_use") if tools else None
+        present = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
+        if chat.continue_final_message:
+            present[-1]["content"] += _END_MARK
+        template = self._templates.get("tool_use") if chat.tools else None
         template = template or self._templates.get("default")
         if template is None:
             raise UnsupportedError(f"no default chat template; this model has {sorted(self._templates)}")
-        context = {**self._special_tokens, **_plain(dict(variables or {}), "chat_template_kwargs")}
+        context = {**self._special_tokens, **_plain(dict(chat.chat_template_kwargs or {}), "chat_template_kwargs")}
         context["messages"] = _plain(present, "messages")
-        context["tools"] = _plain(tools, "tools")
-        context["documents"] = _plain(documents, "documents")
-        context["add_generation_prompt"] = add_generation_prompt
+        for name in ("tools", "documents"):
+            given = getattr(chat, name)
+            context[name] = None if given is None else _plain(list(given), name)
+        context["add_generation_prompt"] = chat.opens_answer
         try:
-            return template.render(context)
+            text = template.render(context)
         except Exception as error:  # a template is a program: it may fail in any way on messages it does not expect
-            raise InvalidRequestError("messages", messages, f"the model's chat template refuses: {error}") from error
+            shown = list(chat.messages)
+            raise InvalidRequestError("messages", shown, f"the model's chat template refuses: {error}") from error
+        return _cut_after_final_message(text, chat) if chat.continue_final_message else text
+
+
+_END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
+"""What transformers marks the end with; a template could tell another one, by its letters or its length."""
+
+
+def _cut_after_final_message(text: str, chat: ChatPrompt) -> str:
+    content, mark = chat.messages[-1]["content"].strip(), _END_MARK.strip()
+    if content not in text or mark not in text:
+        field = f"messages[{len(chat.messages) - 1}].content"
+        raise InvalidRequestError(field, content, "the model's chat template does not write it, so it can't go on")
+    end = text.rindex(mark)
+    return text[:end] if text.startswith(_END_MARK, end) else text[:end].rstrip()
 
 
 def _plain(value: Any, field: str) -> Any:

@@ -48,6 +48,11 @@ class IncrementalDetokenizer:
         known = self._tokenizer.token_bytes
         return self._stream.add([i for i in ids if i not in self._hidden and known(i) is not None])
 
+    @property
+    def is_waiting(self) -> bool:
+        """Ids were taken whose text is not certain: its first character comes with a later id, or at the end."""
+        return self._stream.is_waiting
+
     def finish(self) -> str:
         """Returns what was held back: half a character becomes U+FFFD, as in `decode`."""
         return self._stream.finish()
@@ -62,6 +67,10 @@ class _ByteStream:
 
     def add(self, ids: list[int]) -> str:
         return self._utf8.decode(b"".join(self._tokenizer.token_bytes(i) or b"" for i in ids))
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._utf8.getstate()[0] != b""
 
     def finish(self) -> str:
         return self._utf8.decode(b"", final=True)
@@ -84,6 +93,10 @@ class _WindowStream:
         if not ids or self._tokenizer.is_byte_token(ids[-1]):
             return ""
         return self._advance(final=False)
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._shown < len(self._ids)
 
     def finish(self) -> str:
         return self._advance(final=True)

@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import decoders
 
 from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.text.chat_template import ChatTemplate
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -29,7 +30,7 @@ class Tokenizer:
       bos_token_id: the id that begins a sequence, or None.
       adds_bos: `encode` puts it before a text.
       eos_token_ids: the ids that the tokenizer itself calls ends; a model's `ModelConfig` may know more.
-      special_ids: ids that `skip_special_tokens` hides.
+      special_ids: ids that `skip_special_tokens` hides; special_tokens: the same by how they are written.
       is_byte_level: every token stands for bytes by itself, and decoding joins these bytes.
     """
 
@@ -50,7 +51,8 @@ class Tokenizer:
         self.bos_token_id = bos_token_id
         self.adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
-        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
+        self.special_ids = frozenset(self.special_tokens.values())
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
         self._has_byte_alphabet = "ByteLevel(" in repr(backend.decoder)
         self._chat_template = chat_template
@@ -142,38 +144,18 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id)
         return not self._has_byte_alphabet and token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
-    def apply_chat_template(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool = True,
-        *,
-        tools: list[dict[str, Any]] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        **variables: Any,
-    ) -> list[int]:
+    def apply_chat_template(self, chat: ChatPrompt) -> list[int]:
         """The prompt ids of a chat, equal to transformers' `apply_chat_template(tokenize=True)`.
 
         A BOS is what the template writes; the tokenizer adds none.
 
-        Args:
-          messages: `{"role": …, "content": …}`, in order.
-          add_generation_prompt: ends with the opening of the assistant's answer.
-          tools, documents, variables: seen by the template.
-
         Raises:
-          InvalidRequestError: messages of the wrong form, or refused by the template.
+          InvalidRequestError: messages refused by the template.
           UnsupportedError: the model has no chat template.
         """
         if self._chat_template is None:
             raise UnsupportedError("this model has no chat template; give the prompt as text or token ids")
-        text = self._chat_template.render(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            documents=documents,
-            variables=variables,
-        )
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self._chat_template.render(chat), add_special_tokens=False)
 
     def _find_bytes(self, token_id: int) -> bytes | None:
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None

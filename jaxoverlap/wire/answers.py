@@ -17,15 +17,13 @@ from jaxoverlap.outputs import (
     CompletionOutput,
     FinishReason,
     PositionLogprobs,
-    Prompt,
     RequestOutput,
     StreamDelta,
     TokenLogprob,
 )
-from jaxoverlap.prompts import is_chat
+from jaxoverlap.prompts import ChatPrompt, Prompt, is_chat
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.v1 import common_pb2, generate_service_pb2
-from jaxoverlap.wire.requests import ChatPrompt
 
 _PREFIX = "FINISH_REASON_"
 

@@ -12,63 +12,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxoverlap.checks import check_bool
 from jaxoverlap.errors import InvalidRequestError
-from jaxoverlap.outputs import Prompt
-from jaxoverlap.prompts import check_messages, is_chat
+from jaxoverlap.prompts import ChatPrompt, Prompt, is_chat
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from jaxoverlap.v1 import common_pb2, generate_service_pb2
 
 Generation = generate_service_pb2.Generation
 TokenizeRequest = generate_service_pb2.TokenizeRequest
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatPrompt:
-    """Chat messages and how the model's template is to treat them.
-
-    Attributes:
-      messages: ``{"role": …, "content": …}`` and what else the template knows, in order.
-      tools: for the template.
-      add_generation_prompt: ends the prompt with the opening of the assistant's answer; None does so unless the last
-        message is continued.
-      continue_final_message: the last message is the beginning of the answer, which goes on from there.
-
-    Raises:
-      InvalidRequestError: messages of the wrong form.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-
-    def __post_init__(self) -> None:
-        messages: Any = self.messages
-        if isinstance(messages, Sequence) and not isinstance(messages, str):
-            messages = [dict(message) if isinstance(message, Mapping) else message for message in messages]
-        check_messages(messages)
-        object.__setattr__(self, "messages", messages)
-        if self.add_generation_prompt is not None:
-            check_bool("add_generation_prompt", self.add_generation_prompt)
-        check_bool("continue_final_message", self.continue_final_message)
-        if self.add_generation_prompt and self.continue_final_message:
-            allowed = "a message that is continued is followed by nothing; leave one of the two out"
-            raise InvalidRequestError("add_generation_prompt", True, allowed)
-
-    @property
-    def opens_answer(self) -> bool:
-        """`add_generation_prompt` with its default in place."""
-        if self.add_generation_prompt is None:
-            return not self.continue_final_message
-        return self.add_generation_prompt
 
 
 # ---------------------------------------------------------------- to messages

@@ -50,6 +50,7 @@ _ERROR_OF: dict[int, type[JaxOverlapError]] = {code: error for error, code in _C
     code_pb2.UNAUTHENTICATED: AccessDeniedError,
 }
 
+_OWN_NAMES = ("best_of", "priority", "cache_salt", "client_request_id", "model", "add_special_tokens")
 _PATH_OF = {
     "prompt": "generation.prompt",
     "messages": "generation.chat.messages",
@@ -75,18 +76,19 @@ _PATH_OF = {
     "prompt_logprobs": "generation.returns.prompt_logprobs",
     "skip_special_tokens": "generation.returns.skip_special_tokens",
     "n": "generation.num_sequences",
-    **{name: f"generation.{name}" for name in ("best_of", "priority", "cache_salt", "client_request_id", "model")},
+    **{name: f"generation.{name}" for name in _OWN_NAMES},
 }
 _NAME_OF = {path: name for name, path in _PATH_OF.items()}
 _SAYS_NO = " is not allowed; "
 
 
-def status(error: JaxOverlapError) -> status_pb2.Status:
-    """The status that tells a caller of an error."""
+def status(error: JaxOverlapError, *, root: str = "generation.") -> status_pb2.Status:
+    """The status that tells a caller of an error. `root` is where in the call's message its `Generation` is."""
     code = next((code for kind, code in _CODE_OF.items() if isinstance(error, kind)), code_pb2.INTERNAL)
     details: list[Any] = []
     if isinstance(error, InvalidRequestError):
-        path = _renamed(error.field, _PATH_OF)
+        known = _renamed(error.field, _PATH_OF)
+        path = known if known == error.field else root + known.removeprefix("generation.")
         description = str(error).removeprefix(f"{error.field}: ")
         violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=description)
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))

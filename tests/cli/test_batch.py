@@ -12,7 +12,7 @@ from jaxoverlap.cli.batch_file import Answered, open_output, read_lines
 from jaxoverlap.cli.batch_format import ModelNames, read_key
 from tests.cli import toy
 from tests.cli.conftest import read_answers, write_lines
-from tests.fakes import oracle
+from tests.fakes import oracle, salt_of
 
 SEED_TO_EOS = 3
 
@@ -22,7 +22,8 @@ def item(custom_id, prompt="abc", **body):
 
 
 def keys_of(path):
-    return [read_key(line + b"\n") for line in path.read_bytes().splitlines()]
+    read = [read_key(line + b"\n") for line in path.read_bytes().splitlines()]
+    return [(key, code is not None) for key, code in read]
 
 
 def without_ids(path):
@@ -94,7 +95,9 @@ BAD_LINES = [
     (item("zero", max_tokens=0), "zero", "invalid_request"),
     (item("top_p", top_p=0), "top_p", "invalid_request"),
     (item("stop id", stop_token_ids=[97]), "stop id", "invalid_request"),
-    (item("stop", stop=["x"]), "stop", "unsupported"),
+    (item("stop", stop=["x", ""]), "stop", "invalid_request"),
+    (item("echo", echo=True), "echo", "unsupported"),
+    (item("special", stop="x</s>"), "special", "invalid_request"),
     (item("model", model="gpt"), "model", "invalid_request"),
     (item("also good"), "also good", None),
 ]
@@ -105,7 +108,7 @@ def test_bad_lines_get_errors_and_the_others_answers(cli, tmp_path, order):
     source = write_lines(tmp_path / "in", *(line for line, _, _ in BAD_LINES))
     result = cli("batch", "-i", source, "-o", tmp_path / "out", order)
     assert result.exit_code == 1
-    assert "2 done, 15 failed, 0 skipped" in result.stderr
+    assert "2 done, 17 failed, 0 skipped" in result.stderr
     expected = [(key, code) for _, key, code in BAD_LINES if key is not None]
     answers = without_ids(tmp_path / "out")
     assert {key: answer["error"] and answer["error"]["code"] for key, answer in answers.items()} == dict(expected)
@@ -114,6 +117,7 @@ def test_bad_lines_get_errors_and_the_others_answers(cli, tmp_path, order):
     assert answers["long"]["error"]["message"].startswith("body.prompt: '256 tokens'")
     assert answers["id"]["error"]["message"].startswith("body.prompt[0]: 97 is not allowed")
     assert answers["stop id"]["error"]["message"].startswith("body.stop_token_ids[0]: 97 is not allowed")
+    assert answers["special"]["error"]["message"].startswith("body.stop[0]: 'x</s>' is not allowed; skip_special")
     assert answers["negative id"]["response"]["body"]["error"]["param"] == "body.prompt[1]"
 
 
@@ -123,6 +127,31 @@ def test_the_engine_calls_fields_what_the_line_calls_them(cli, tmp_path):
     assert cli("batch", "-i", source, "-o", tmp_path / "out").exit_code == 2
     [answer] = read_answers(tmp_path / "out")
     assert answer["error"]["message"].startswith("body.messages: '")
+
+
+def test_samples_stops_and_chats_of_every_kind(cli, tmp_path):
+    tokenizer = toy.make_tokenizer()
+    user, beginning = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes, "}
+    texts = [tokenizer.decode(oracle(tokenizer.encode("abc"), 20, [], salt=salt_of(1, i))[0]) for i in range(3)]
+    stop = next(text[5:7] for text in texts[:1] if text.find(text[5:7]) == 5)
+    source = write_lines(
+        tmp_path / "in",
+        item("three", n=3, max_tokens=20, ignore_eos=True, stop=stop),
+        {"custom_id": "on", "body": {"messages": [user, beginning], "continue_final_message": True, "max_tokens": 3}},
+        {"custom_id": "off", "body": {"messages": [user], "add_generation_prompt": False, "max_tokens": 3}},
+        {"custom_id": "no", "body": {"messages": [user, {"role": "assistant", "tool_calls": [1]}],
+                                     "continue_final_message": True}},
+    )  # fmt: skip
+    assert cli("batch", "-i", source, "-o", tmp_path / "out").exit_code == 1
+    three, on, off, no = (answer["response"]["body"] for answer in read_answers(tmp_path / "out"))
+    assert [choice["index"] for choice in three["choices"]] == [0, 1, 2]
+    assert [choice["text"] for choice in three["choices"]] == [text.split(stop)[0] for text in texts]
+    first = three["choices"][0]
+    assert (first["finish_reason"], first["stop_reason"], len(first["text"])) == ("stop", stop, 5)
+    assert three["usage"]["prompt_tokens"] == 3 and three["usage"]["completion_tokens"] >= 3 * 7 - 14
+    assert on["usage"]["prompt_tokens"] == len("user: Hi\nassistant: Yes, ")
+    assert off["usage"]["prompt_tokens"] == len("user: Hi\n")
+    assert no["error"]["param"] == "body.messages[1].content"
 
 
 def test_a_byte_order_mark_carriage_returns_and_bad_bytes(cli, tmp_path):
@@ -285,15 +314,18 @@ def test_overwrite_starts_anew(cli, tmp_path):
     assert keys_of(out) == [("a", False)]
 
 
-def test_errors_are_done_again_when_asked(cli, tmp_path):
-    source, out = write_lines(tmp_path / "in", item("a"), item("b", top_p=0), "{"), tmp_path / "out"
+def test_errors_that_may_pass_are_done_again_when_asked(cli, tmp_path):
+    lines = [item("a"), item("late", timeout=1e-9), item("refused", top_p=0), "{"]
+    source, out = write_lines(tmp_path / "in", *lines), tmp_path / "out"
     assert cli("batch", "-i", source, "-o", out).exit_code == 1
-    write_lines(source, item("a"), item("b", top_p=0.5), item("c"))
+    write_lines(source, item("a"), item("late"), item("refused"), "{", item("c"))
     result = cli("batch", "-i", source, "-o", out, "--retry-errors")
-    assert result.exit_code == 0
-    assert "2 done, 0 failed, 1 skipped" in result.stderr
-    assert keys_of(out) == [("a", False), ("b", True), (3, True), ("b", False), ("c", False)]
-    assert "0 done, 0 failed, 3 skipped · " in cli("batch", "-i", source, "-o", out).stderr
+    assert result.exit_code == 1
+    assert "2 done, 0 failed, 3 skipped (2 of them errors)" in result.stderr
+    first = [("a", False), ("late", True), ("refused", True), (4, True)]
+    assert keys_of(out) == [*first, ("late", False), ("c", False)]
+    result = cli("batch", "-i", source, "-o", out, "--retry-errors")
+    assert "0 done, 0 failed, 5 skipped (2 of them errors)" in result.stderr
 
 
 # ---------------------------------------------------------------- what stops a batch

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from jaxoverlap.cli.batch_format import BadLine, ModelNames, answer_line, error_line, parse_line, read_key, to_request
-from jaxoverlap.outputs import FinishReason
-from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.cli.batch_format import BadLine, ModelNames, error_line, parse_line, read_key, to_request
+from jaxoverlap.prompts import ChatPrompt
+from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 
 NAMES = ModelNames.of("toy", "models/toy")
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -36,7 +36,7 @@ def test_a_full_line():
         },
     }  # fmt: skip
     parsed = to_request(parse_line(json.dumps(line).encode(), 1), NAMES, {})
-    assert (parsed.custom_id, parsed.prompt, parsed.is_chat) == ("a", CHAT, True)
+    assert (parsed.custom_id, parsed.prompt, parsed.is_chat) == ("a", ChatPrompt(messages=CHAT), True)
     assert parsed.params == SamplingParams(
         temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=3, max_tokens=9, stop_token_ids=[4], ignore_eos=True,
         skip_special_tokens=False,
@@ -72,7 +72,8 @@ def test_names_of_the_model(name):
 @pytest.mark.parametrize(
     "field",
     [{"n": 1}, {"stream": False}, {"stop": None}, {"stop": []}, {"presence_penalty": 0.0}, {"tools": []},
-     {"response_format": {"type": "text"}}, {"logprobs": None}, {"top_p": None}, {"unheard_of": None}],
+     {"response_format": {"type": "text"}}, {"logprobs": None}, {"top_p": None}, {"unheard_of": None}, {"echo": False},
+     {"tool_choice": "none"}, {"min_tokens": 0}, {"repetition_penalty": 1}, {"top_logprobs": 0}],
 )  # fmt: skip
 def test_fields_that_ask_for_nothing_are_taken(field):
     assert request(prompt="x", **field).params == SamplingParams()
@@ -80,9 +81,8 @@ def test_fields_that_ask_for_nothing_are_taken(field):
 
 @pytest.mark.parametrize(
     "field",
-    [{"n": 2}, {"n": True}, {"stream": True}, {"stream": 0}, {"stop": ["x"]}, {"stop": "x"}, {"logprobs": 0},
-     {"logprobs": False}, {"tools": [{}]}, {"tool_choice": "auto"}, {"response_format": {"type": "json_object"}},
-     {"presence_penalty": 0.1}, {"repetition_penalty": 1.1}, {"echo": True}, {"user": "me"}, {"min_tokens": 1}],
+    [{"stream": True}, {"stream": 0}, {"tool_choice": "auto"}, {"echo": True}, {"user": "me"}, {"suffix": "x"},
+     {"guided_json": {}}, {"bad_words": ["x"]}],
 )  # fmt: skip
 def test_fields_of_other_engines_are_called_unsupported(field):
     [name] = field
@@ -91,10 +91,74 @@ def test_fields_of_other_engines_are_called_unsupported(field):
     assert f"body.{name} is not supported in this build" in str(bad)
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "params"),
+    [
+        ({"stop": "x"}, {"stop": ["x"]}),
+        ({"stop": ["x", "yy"]}, {"stop": ["x", "yy"]}),
+        ({"include_stop_str_in_output": True}, {"include_stop_str_in_output": True}),
+        ({"n": 3, "best_of": 5}, {"n": 3, "best_of": 5}),
+        ({"logit_bias": {"7": -100, "8": 2.5}}, {"logit_bias": {7: -100, 8: 2.5}}),
+        ({"presence_penalty": 0.5, "frequency_penalty": -1}, {"presence_penalty": 0.5, "frequency_penalty": -1}),
+        ({"repetition_penalty": 1.2, "min_tokens": 3}, {"repetition_penalty": 1.2, "min_tokens": 3}),
+        ({"allowed_token_ids": [1, 2]}, {"allowed_token_ids": [1, 2]}),
+        ({"banned_token_ids": [2]}, {"banned_token_ids": [2]}),
+        ({"logprobs": 4, "prompt_logprobs": 0}, {"logprobs": 4, "prompt_logprobs": 0}),
+        ({"structured_output": {"regex": "a+"}}, {"structured_output": StructuredOutput(regex="a+")}),
+        ({"response_format": {"type": "json_object"}}, {"structured_output": StructuredOutput(any_json=True)}),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}},
+         {"structured_output": StructuredOutput(json_schema=SCHEMA)}),
+    ],
+)  # fmt: skip
+def test_what_a_body_asks_for(body, params):
+    assert request(prompt="x", **body).params == SamplingParams(**params)
+
+
+@pytest.mark.parametrize(
+    ("body", "logprobs"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 5}, 5),
+        ({"logprobs": False, "top_logprobs": 0}, None),
+    ],
+)
+def test_a_chat_asks_for_log_probabilities_in_two_fields(body, logprobs):
+    assert request(messages=CHAT, **body).params.logprobs == logprobs
+
+
+def test_a_body_may_say_no_to_a_default():
+    defaults = {"logprobs": 3, "structured_output": StructuredOutput(any_json=True), "priority": 4}
+    both = request(defaults, messages=CHAT)
+    assert (both.params.logprobs, both.params.structured_output.any_json, both.options.priority) == (3, True, 4)
+    none = request(defaults, messages=CHAT, logprobs=False, response_format={"type": "text"}, priority=0)
+    assert (none.params.logprobs, none.params.structured_output, none.options.priority) == (None, None, 0)
+
+
+def test_what_the_template_is_told():
+    chat = {
+        "messages": [*CHAT, {"role": "assistant", "content": "Well", "name": "me"}],
+        "tools": [{"type": "function"}],
+        "documents": [{"text": "d"}],
+        "continue_final_message": True,
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    assert request(**chat).prompt == ChatPrompt(**chat)
+    assert not request(messages=CHAT, add_generation_prompt=False).prompt.opens_answer
+
+
 @pytest.mark.parametrize(
     ("line", "param", "said"),
     [
-        ({"body": {"prompt": "x", "temprature": 1}}, "body.temprature", "no such field; known are model, messages"),
+        (
+            {"body": {"prompt": "x", "temprature": 1}},
+            "body.temprature",
+            "no such field; known are model, prompt",
+        ),
         ({"body": {"prompt": "x"}, "extra": 1}, "extra", "known are custom_id, method, url, body"),
         ({"body": {"prompt": "x"}, "method": "GET"}, "method", "'POST'"),
         ({"body": {"prompt": "x"}, "url": "/v1/embeddings"}, "url", "/v1/completions"),
@@ -127,12 +191,55 @@ def test_fields_of_other_engines_are_called_unsupported(field):
         ({"body": {"messages": ["Hi"]}}, "body.messages[0]", "role and content"),
         ({"body": {"messages": [{"role": "user"}]}}, "body.messages[0].content", "text"),
         ({"body": {"messages": [{"role": 1, "content": "x"}]}}, "body.messages[0].role", "role"),
+        ({"body": {"messages": CHAT, "tools": "f"}}, "body.tools", "list"),
+        ({"body": {"messages": CHAT, "add_generation_prompt": 1}}, "body.add_generation_prompt", "true or false"),
+        (
+            {"body": {"messages": CHAT, "add_generation_prompt": True, "continue_final_message": True}},
+            "body.add_generation_prompt",
+            "last message",
+        ),
+        ({"body": {"messages": CHAT, "chat_template_kwargs": {"tools": 1}}}, "body.chat_template_kwargs.tools", "own"),
+        ({"body": {"prompt": "x", "tools": [{}]}}, "body.tools", "it is a field of chats"),
+        ({"body": {"prompt": "x", "continue_final_message": True}}, "body.continue_final_message", "chats"),
+        ({"body": {"prompt": "x", "top_logprobs": 2}}, "body.top_logprobs", "it is a field of chats"),
+        ({"body": {"prompt": "x", "logprobs": True}}, "body.logprobs", "integer from 0 to 20"),
+        ({"body": {"messages": CHAT, "logprobs": 3}}, "body.logprobs", "true or false"),
+        ({"body": {"messages": CHAT, "top_logprobs": 3}}, "body.top_logprobs", "it needs logprobs: true"),
+        ({"body": {"messages": CHAT, "top_logprobs": 21, "logprobs": True}}, "body.top_logprobs", "from 0 to 20"),
+        ({"body": {"prompt": "x", "n": True}}, "body.n", "from 1 to 128"),
+        ({"body": {"prompt": "x", "n": 3, "best_of": 2}}, "body.best_of", "from n"),
+        ({"body": {"prompt": "x", "stop": [""]}}, "body.stop[0]", "1 to 1024"),
+        ({"body": {"prompt": "x", "logit_bias": {"x": 1}}}, "body.logit_bias['x']", "token id"),
+        ({"body": {"prompt": "x", "logit_bias": [1]}}, "body.logit_bias", "mapping"),
+        ({"body": {"prompt": "x", "min_tokens": 3, "max_tokens": 2}}, "body.min_tokens", "max_tokens"),
+        ({"body": {"prompt": "x", "structured_output": {"regex": ""}}}, "body.structured_output.regex", "not empty"),
     ],
 )
 def test_a_bad_field_is_named_with_its_value_and_what_is_allowed(line, param, said):
     bad = refused(line)
     assert (bad.code, bad.param) == ("invalid_request", param)
     assert str(bad).startswith(f"{param}: ") and said in str(bad)
+
+
+@pytest.mark.parametrize(
+    ("response_format", "param", "said"),
+    [
+        ("json", "", "json_schema"),
+        ({"type": "xml"}, "", "json_schema"),
+        ({"type": "json_object", "schema": {}}, ".schema", "no such field"),
+        ({"type": "json_schema"}, ".json_schema", "schema is needed"),
+        ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "x": 1}}, ".json_schema.x", "known are name"),
+        ({"type": "json_schema", "json_schema": {"schema": False}}, ".json_schema.schema", "no text"),
+    ],
+)
+def test_a_bad_response_format(response_format, param, said):
+    bad = refused({"body": {"prompt": "x", "response_format": response_format}})
+    assert (bad.code, bad.param) == ("invalid_request", f"body.response_format{param}") and said in str(bad)
+
+
+def test_structure_is_asked_for_once():
+    both = {"response_format": {"type": "json_object"}, "structured_output": {"regex": "a"}}
+    assert refused({"body": {"prompt": "x"} | both}).param == "body.structured_output"
 
 
 def test_several_prompts_in_a_line_are_unsupported():
@@ -163,39 +270,11 @@ def test_lines_that_are_no_request_are_told_by_their_number(raw, said):
     written = json.loads(error_line(caught.value))
     assert written["custom_id"] is None and written["response"] is None
     assert written["error"] == {"code": "invalid_line", "message": str(caught.value), "line": 12}
-    assert read_key(error_line(caught.value)) == (12, True)
+    assert read_key(error_line(caught.value)) == (12, "invalid_line")
 
 
 def test_a_byte_order_mark_and_carriage_returns_are_no_matter():
     assert parse_line(b'\xef\xbb\xbf{"custom_id": "a"}\r\n', 1) == {"custom_id": "a"}
-
-
-def output(reason: FinishReason):
-    from jaxoverlap.llm import RequestOutput
-
-    return RequestOutput("p", [1, 2], "é\u2028", [7, 8, 9], reason, None, 2**63 + 1, None, 1, 0, 0.1, 0.2, 0.3)
-
-
-@pytest.mark.parametrize(
-    ("reason", "said"), [(FinishReason.EOS, "stop"), (FinishReason.STOP_TOKEN, "stop"), (FinishReason.LENGTH, "length")]
-)
-def test_an_answer(reason, said):
-    line = answer_line(request(messages=CHAT), output(reason), "toy")
-    assert line.endswith(b"\n") and line.count(b"\n") == 1 and "é".encode() in line
-    assert read_key(line) == ("a", False)
-    item = json.loads(line)
-    assert item["id"].startswith("batch_req_") and item["error"] is None
-    assert item["response"]["status_code"] == 200 and item["response"]["request_id"].startswith("req_")
-    body = item["response"]["body"]
-    message = {"role": "assistant", "content": "é\u2028"}
-    assert body["choices"] == [{"index": 0, "message": message, "logprobs": None, "finish_reason": said}]
-    cached = {"prompt_tokens_details": {"cached_tokens": 1}}
-    assert body["usage"] == {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5} | cached
-    assert (body["object"], body["model"], body["seed"]) == ("chat.completion", "toy", 2**63 + 1)
-
-    body = json.loads(answer_line(request(prompt="x"), output(reason), "toy"))["response"]["body"]
-    assert body["object"] == "text_completion"
-    assert body["choices"] == [{"index": 0, "text": "é\u2028", "logprobs": None, "finish_reason": said}]
 
 
 def test_an_error_has_the_body_a_server_would_have_sent():
@@ -210,7 +289,7 @@ def test_an_error_has_the_body_a_server_would_have_sent():
 
 def test_a_custom_id_that_utf8_can_not_say():
     line = error_line(BadLine("invalid_request", "no", custom_id="\ud800"))
-    assert read_key(line) == ("\ud800", True)
+    assert read_key(line) == ("\ud800", "invalid_request")
 
 
 @pytest.mark.parametrize("line", [b"", b"{}\n", b"hello\n", b'{"custom_id": "a", "error": null}\n', b"[]\n", b"\xff\n"])

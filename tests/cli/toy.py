@@ -24,7 +24,8 @@ from tests.fakes import VOCAB_SIZE, ToyRunner
 
 NAME, CONTEXT, EOS_ID = "toy", 256, VOCAB_SIZE - 1
 BROKEN = "the model breaks the device"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+_OPENING = "{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + _OPENING
 
 
 def make_tokenizer() -> Tokenizer:
@@ -56,7 +57,7 @@ class Device(ToyRunner):
     def release(self) -> None: ...
 
 
-def build_engine(config: EngineConfig, progress: Any = None) -> BuiltEngine:
+def build_engine(config: EngineConfig, *, warm_up: bool) -> BuiltEngine:
     if config.model == "missing":
         raise ModelError("missing: no such\nfile or folder")
     if config.model == "swallows":

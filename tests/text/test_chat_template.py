@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.text.chat_template import ChatTemplate
 from jaxoverlap.text.tokenizer import Tokenizer
 from tests.tiny_models import TEMPLATE, make_tokenizer, save_tokenizer, tokenizer_metadata
@@ -34,6 +35,10 @@ TEMPLATES = {
 TOOLS = [{"type": "function", "function": {"name": "wëather", "parameters": {"type": "object"}}}]
 
 
+def chat(messages=CHAT, **options):
+    return ChatPrompt(messages=messages, **options)
+
+
 def pair(folder):
     return Tokenizer.from_folder(folder), transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
@@ -43,17 +48,17 @@ def pair(folder):
 @pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
 def test_equals_transformers(tmp_path, name, add_generation_prompt, tools):
     ours, theirs = pair(save_tokenizer(make_tokenizer(bos=True), tmp_path, chat_template=TEMPLATES[name]))
-    options = {"add_generation_prompt": add_generation_prompt, "tools": tools, "enable_thinking": False}
-    expected = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, **options)
+    options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
+    expected = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, enable_thinking=False, **options)
     assert len(expected) > 0
-    assert ours.apply_chat_template(CHAT, **options) == expected
+    assert ours.apply_chat_template(chat(CHAT, chat_template_kwargs={"enable_thinking": False}, **options)) == expected
 
 
 def test_a_chat_has_exactly_one_bos(tmp_path):
     # The template writes it and the tokenizer adds one to plain texts: together they would be two.
     ours, _ = pair(save_tokenizer(make_tokenizer(bos=True), tmp_path))
     assert ours.encode("hi")[0] == 1
-    ids = ours.apply_chat_template(CHAT)
+    ids = ours.apply_chat_template(chat())
     assert ids[0] == 1 and ids.count(1) == 1
 
 
@@ -61,27 +66,27 @@ def test_gguf_and_folder_agree(tmp_path):
     ours, _ = pair(save_tokenizer(make_tokenizer(), tmp_path))
     from_gguf = Tokenizer.from_gguf(tokenizer_metadata(make_tokenizer()))
     assert from_gguf.has_chat_template
-    assert from_gguf.apply_chat_template(CHAT) == ours.apply_chat_template(CHAT)
+    assert from_gguf.apply_chat_template(chat()) == ours.apply_chat_template(chat())
 
 
 def test_templates_in_files_win_and_named_ones_are_chosen(tmp_path):
     named = [{"name": "default", "template": "old"}, {"name": "tool_use", "template": "with tools"}]
     folder = save_tokenizer(make_tokenizer(), tmp_path, chat_template=named)
     ours = Tokenizer.from_folder(folder)
-    assert ours.decode(ours.apply_chat_template(CHAT)) == "old"
-    assert ours.decode(ours.apply_chat_template(CHAT, tools=TOOLS)) == "with tools"
+    assert ours.decode(ours.apply_chat_template(chat())) == "old"
+    assert ours.decode(ours.apply_chat_template(chat(tools=TOOLS))) == "with tools"
     (folder / "chat_template.jinja").write_text("new")
     ours = Tokenizer.from_folder(folder)
-    assert ours.decode(ours.apply_chat_template(CHAT)) == "new"
+    assert ours.decode(ours.apply_chat_template(chat())) == "new"
     metadata = tokenizer_metadata(make_tokenizer()) | {"tokenizer.chat_template.tool_use": "with tools"}
     from_gguf = Tokenizer.from_gguf(metadata)
-    assert from_gguf.decode(from_gguf.apply_chat_template(CHAT, tools=TOOLS)) == "with tools"
+    assert from_gguf.decode(from_gguf.apply_chat_template(chat(tools=TOOLS))) == "with tools"
 
 
 def test_fields_that_are_none_count_as_absent():
     template = ChatTemplate({"default": "{% for m in messages %}{{ m.name is defined }}{% endfor %}"}, {})
     message = {"role": "user", "content": "x"}
-    render = lambda m: template.render([m], add_generation_prompt=True)  # noqa: E731
+    render = lambda m: template.render(chat([m]))  # noqa: E731
     assert (render(message), render({**message, "name": None}), render({**message, "name": "a"})) == (
         "False",
         "False",
@@ -93,9 +98,9 @@ def test_a_model_without_template_says_so(tmp_path):
     ours, _ = pair(save_tokenizer(make_tokenizer(), tmp_path, chat_template=None))
     assert not ours.has_chat_template
     with pytest.raises(UnsupportedError, match="no chat template"):
-        ours.apply_chat_template(CHAT)
+        ours.apply_chat_template(chat())
     with pytest.raises(UnsupportedError, match=r"no default chat template; this model has \['other'\]"):
-        ChatTemplate({"other": "x"}, {}).render(CHAT, add_generation_prompt=True)
+        ChatTemplate({"other": "x"}, {}).render(chat())
 
 
 def test_a_template_that_does_not_compile_is_a_model_error(tmp_path):
@@ -122,14 +127,14 @@ def test_a_template_that_does_not_compile_is_a_model_error(tmp_path):
 )
 def test_malformed_messages_are_refused_by_field(messages, field):
     with pytest.raises(InvalidRequestError) as caught:
-        ChatTemplate({"default": TEMPLATE}, {}).render(messages, add_generation_prompt=True)
+        ChatTemplate({"default": TEMPLATE}, {}).render(chat(messages))
     assert caught.value.field == field
 
 
 def test_a_tool_call_needs_no_content():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     template = ChatTemplate({"default": "{{ messages[0].tool_calls[0].name }}"}, {})
-    assert template.render([call], add_generation_prompt=False) == "f"
+    assert template.render(chat([call], add_generation_prompt=False)) == "f"
 
 
 @pytest.mark.parametrize(
@@ -145,10 +150,68 @@ def test_a_tool_call_needs_no_content():
 )
 def test_a_template_that_fails_refuses_the_request_alone(source, named):
     with pytest.raises(InvalidRequestError, match=named):
-        ChatTemplate({"default": source}, {}).render(CHAT, add_generation_prompt=True)
+        ChatTemplate({"default": source}, {}).render(chat())
 
 
 def test_messages_are_not_changed_by_rendering():
     messages = [{"role": "user", "content": "x", "name": None}]
-    ChatTemplate({"default": TEMPLATE}, {}).render(messages, add_generation_prompt=True)
-    assert messages == [{"role": "user", "content": "x", "name": None}]
+    for options in ({}, {"continue_final_message": True}):
+        ChatTemplate({"default": TEMPLATE}, {}).render(chat(messages, **options))
+        assert messages == [{"role": "user", "content": "x", "name": None}]
+
+
+# ---------------------------------------------------------------- going on with the last message
+
+TRIMMED = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
+BEGINNINGS = ["Sure, here", "The answer: ", "  spaces\n\n ", "one\ntwo", "408", "ends in <|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, TRIMMED], ids=["as it is", "trimmed"])
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+@pytest.mark.parametrize("role", ["assistant", "user"])
+def test_going_on_equals_transformers(tmp_path, template, beginning, role):
+    ours, theirs = pair(save_tokenizer(make_tokenizer(bos=True), tmp_path, chat_template=template))
+    messages = [*CHAT, {"role": role, "content": beginning}]
+    expected = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, continue_final_message=True)
+    assert ours.apply_chat_template(chat(messages, continue_final_message=True)) == expected
+    shown = beginning.strip() if template == TRIMMED else beginning
+    assert ours.decode(expected, skip_special_tokens=False).endswith(shown)
+
+
+def test_a_message_that_goes_on_must_be_text_that_the_template_writes():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+    with pytest.raises(InvalidRequestError, match=r"messages\[4\].content: None"):
+        chat([*CHAT, call], continue_final_message=True)
+    for source in ("{{ messages[0].content }}", "{{ messages[-1].content | upper }}"):
+        with pytest.raises(InvalidRequestError, match=r"messages\[3\].content: 'ok'.*does not write it"):
+            ChatTemplate({"default": source}, {}).render(chat(continue_final_message=True))
+    with pytest.raises(InvalidRequestError, match="add_generation_prompt: True"):
+        chat(continue_final_message=True, add_generation_prompt=True)
+    assert chat().opens_answer and not chat(continue_final_message=True).opens_answer
+    assert not chat(add_generation_prompt=False).opens_answer
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": "f"}, "tools"),
+        ({"tools": [TOOLS[0], "f"]}, "tools[1]"),
+        ({"documents": [3]}, "documents[0]"),
+        ({"continue_final_message": 1}, "continue_final_message"),
+        ({"add_generation_prompt": "yes"}, "add_generation_prompt"),
+        ({"chat_template_kwargs": ["x"]}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {3: "x"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"x": object()}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_the_template_is_told_is_checked(options, field):
+    with pytest.raises(InvalidRequestError) as caught:
+        ChatTemplate({"default": TEMPLATE}, {}).render(chat(**options))
+    assert caught.value.field == field
+
+
+def test_documents_reach_the_template():
+    template = ChatTemplate({"default": "{{ documents | tojson }}{{ tools is none }}"}, {})
+    assert template.render(chat(documents=[{"text": "é"}])) == '[{"text": "é"}]True'

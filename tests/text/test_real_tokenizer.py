@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from jaxoverlap.model.loading import open_model
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.text.detokenizer import IncrementalDetokenizer
 from jaxoverlap.text.tokenizer import Tokenizer
+from tests.text.test_output_assembler import check_all, whole
 
 pytestmark = pytest.mark.real_model
 
@@ -29,7 +31,7 @@ def test_golden_prompts_and_outputs(tokenizer, item):
     if item["kind"] == "chat":
         prompt = item["prompt"]
         messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
-        assert tokenizer.apply_chat_template(messages) == item["prompt_ids"]
+        assert tokenizer.apply_chat_template(ChatPrompt(messages=messages)) == item["prompt_ids"]
     assert tokenizer.decode(item["output_ids"], skip_special_tokens=False) == item["output_text"]
     detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=False)
     deltas = [detokenizer.add([token_id]) for token_id in item["output_ids"]]
@@ -88,3 +90,17 @@ def test_random_ids_stream_as_they_decode(tokenizer):
         detokenizer = IncrementalDetokenizer(tokenizer)
         deltas = [detokenizer.add(ids[at : at + 3]) for at in range(0, len(ids), 3)]
         assert "".join(deltas) + detokenizer.finish() == tokenizer.decode(ids)
+
+
+def test_stops_in_random_ids_cut_the_same_in_every_delta(tokenizer):
+    rng = random.Random(2)
+    matched = 0
+    for trial in range(300):
+        ids = [rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(1, 40))]
+        text = tokenizer.decode(ids)
+        places = [rng.randrange(max(len(text), 1)) for _ in range(rng.randint(1, 4))]
+        stops = [text[at : at + rng.randint(1, 12)] + rng.choice(["", "", "é"]) for at in places] if text else ["x"]
+        min_tokens, include = rng.choice([0, 0, 5]), trial % 2 == 0
+        check_all(tokenizer, ids, stops, rng, min_tokens=min_tokens, include=include)
+        matched += whole(tokenizer, ids, stops)[2] is not None
+    assert 100 < matched < 300

@@ -1,0 +1,124 @@
+"""One engine for several callers in this process, who take turns at it.
+
+Whoever waits for a token steps the engine, and steps it for all: what a step commits goes to the collectors of all
+callers, wherever they are. A caller that finds its own progress made by somebody else's steps does not step at all.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jaxoverlap.engine.collector import PromptCollector
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.engine.interrupt import interrupt_deferred
+from jaxoverlap.errors import EngineError
+from jaxoverlap.prompts import Prompt
+from jaxoverlap.request import Request, RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.text.stop_strings import hidden_stops
+from jaxoverlap.text.tokenizer import Tokenizer
+
+
+class SharedEngine:
+    """Adds the text side to an engine.
+
+    Attributes:
+      lock: held by whoever is at the engine.
+      is_closed: nothing is taken any more.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.lock = threading.RLock()
+        self.is_closed = False
+        self._tokenizer = tokenizer
+        self._callers: dict[int, tuple[PromptCollector, deque[PromptCollector]]] = {}
+        """By request id: who collects it, and where that goes when it is finished."""
+
+    @property
+    def has_callers(self) -> bool:
+        return bool(self._callers)
+
+    @property
+    def queue_is_full(self) -> bool:
+        return self.engine.queue_is_full
+
+    def check(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray:
+        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does."""
+        hidden_stops(self._tokenizer, sampling)
+        return self.engine.check(prompt_ids, sampling)
+
+    def add(
+        self,
+        prompt: Prompt,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        options: RequestOptions,
+        finished: deque[PromptCollector],
+        *,
+        streams: bool = False,
+    ) -> PromptCollector:
+        """Queues a prompt's samples; when the last of them is finished, their collector goes to `finished`.
+
+        Raises:
+          InvalidRequestError, QueueFullError: as `Engine.add_samples`.
+          EngineError: it is closed, or the engine has failed.
+        """
+        with self.lock:
+            self.check_open()
+            hidden_stops(self._tokenizer, sampling)
+            requests = self.engine.add_samples(prompt_ids, sampling, options)
+            collector = PromptCollector(prompt, requests, self._tokenizer, streams=streams)
+            for request in requests:
+                self._callers[request.request_id] = (collector, finished)
+            return collector
+
+    def step(self) -> int:
+        """One step of the engine, for all callers. Returns the number of new tokens."""
+        with self.lock:
+            self.check_open()
+            with interrupt_deferred():
+                output = self.engine.step()
+                for request in (*output.requests, *output.finished):
+                    self._collect(request)
+            return len(output.token_ids)
+
+    def _collect(self, request: Request) -> None:
+        if request.request_id not in self._callers:
+            return
+        collector, finished = self._callers[request.request_id]
+        sample = collector.take(request)
+        if sample.has_stopped and self.engine.stop(request):
+            sample = collector.take(request)
+        if sample.is_finished:
+            del self._callers[request.request_id]
+            if collector.is_finished:
+                finished.append(collector)
+
+    def leave(self, collectors: Iterable[PromptCollector]) -> None:
+        """Aborts what is unfinished of a call that ends, and brings home what nobody else would."""
+        with self.lock:
+            if self.is_closed or self.engine.has_failed:
+                return
+            for collector in collectors:
+                for sample in collector.samples:
+                    self._callers.pop(sample.request.request_id, None)
+                    self.engine.abort(sample.request)
+            # Steps in flight still hold rows and pages; if others are waiting, they will read them.
+            while self.engine.has_work and not self._callers:
+                self.engine.step()
+
+    def close(self) -> bool:
+        """Forgets all callers. False when it was closed before."""
+        with self.lock:
+            was_open, self.is_closed = not self.is_closed, True
+            self._callers.clear()
+            return was_open
+
+    def check_open(self) -> None:
+        if self.is_closed:
+            raise EngineError("this LLM is closed")
