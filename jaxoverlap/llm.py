@@ -197,6 +197,10 @@ class LLM:
         ids = self._checked(prompt, params, "prompt")
         return self._stream(prompt, ids, params, options or DEFAULT_OPTIONS)
 
+    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
+        """The token ids that the model would see; raises as `generate` if it would refuse. Needs no warm-up."""
+        return self._checked(prompt, sampling_params or SamplingParams(), "prompt").tolist()
+
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request reads; returns the number of pages."""
         with self._shared.lock:
