@@ -35,13 +35,12 @@ from jaxoverlap.errors import (
     QueueFullError,
     ServerUnavailableError,
 )
-from jaxoverlap.outputs import Prompt, RequestOutput
-from jaxoverlap.prompts import is_list_of_prompts, one_for_each
+from jaxoverlap.outputs import RequestOutput
+from jaxoverlap.prompts import ChatPrompt, Prompt, is_chat, is_list_of_prompts, one_for_each
 from jaxoverlap.request import DEFAULT_OPTIONS, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.v1 import generate_service_pb2
 from jaxoverlap.wire import answers, requests, statuses
-from jaxoverlap.wire.requests import ChatPrompt
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 _STATUS_KEY = "grpc-status-details-bin"
@@ -123,7 +122,7 @@ def error_of(failure: Any, *, received: bool = False, max_message_bytes: int = 0
 class Ask:
     """One prompt on its way: what was asked, its message, and its time."""
 
-    prompt: Prompt | ChatPrompt
+    prompt: Prompt
     params: SamplingParams
     message: generate_service_pb2.Generation
     timeout: float | None
@@ -138,6 +137,12 @@ class Ask:
 
     def stream_reader(self) -> answers.StreamReader:
         return answers.StreamReader(self.prompt, self.params)
+
+
+def chat_prompts(messages: Any, **settings: Any) -> list[ChatPrompt]:
+    """The messages of one chat or of several, with what the model's template is told besides."""
+    chats: Sequence[Any] = [messages] if is_chat(messages) or not isinstance(messages, Sequence) else messages
+    return [ChatPrompt(messages=chat, **settings) for chat in chats or [messages]]
 
 
 class ClientBase:
@@ -159,7 +164,7 @@ class ClientBase:
 
     def _ask(
         self,
-        prompt: Prompt | ChatPrompt,
+        prompt: Prompt,
         params: SamplingParams | None = None,
         options: RequestOptions | None = None,
         client_request_id: str = "",

@@ -12,10 +12,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jaxoverlap.client.replies import AbortedIds, Load, ModelInfo, ServerInfo
 from jaxoverlap.errors import InvalidRequestError
-from jaxoverlap.outputs import Prompt
+from jaxoverlap.prompts import Prompt
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.v1 import admin_service_pb2, admin_service_pb2_grpc, generate_service_pb2, generate_service_pb2_grpc
-from jaxoverlap.wire.requests import ChatPrompt, check_token_ids, set_prompt
+from jaxoverlap.wire.requests import check_token_ids, set_prompt
 
 T = TypeVar("T")
 READINESS = "jaxoverlap.v1.GenerateService"
@@ -47,7 +47,7 @@ class Unary(Generic[T]):
     retried: bool = True
 
 
-def tokenize(prompt: Prompt | ChatPrompt, add_special_tokens: bool, model: str) -> Unary[list[int]]:
+def tokenize(prompt: Prompt, add_special_tokens: bool, model: str) -> Unary[list[int]]:
     request = generate_service_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
     set_prompt(request, prompt)
     return Unary(lambda stubs: stubs.generate.Tokenize, request, lambda reply: list(reply.token_ids))

@@ -15,18 +15,18 @@ import grpc
 import numpy as np
 
 from jaxoverlap.client import methods
-from jaxoverlap.client.calls import Ask, ClientBase, Tries, in_list, num_tokens
+from jaxoverlap.client.calls import Ask, ClientBase, Tries, chat_prompts, in_list, num_tokens
 from jaxoverlap.client.config import DEFAULT_TARGET
 from jaxoverlap.client.methods import READINESS, Stubs, Unary
 from jaxoverlap.client.replies import AbortedIds, Health, Load, ModelInfo, ServerInfo
 from jaxoverlap.client.window import FAILURES, Window
 from jaxoverlap.errors import JaxOverlapError, ServiceError
-from jaxoverlap.outputs import Prompt, RequestOutput, StreamDelta
+from jaxoverlap.outputs import RequestOutput, StreamDelta
+from jaxoverlap.prompts import ChatPrompt, Prompt
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.v1 import generate_service_pb2
-from jaxoverlap.wire.requests import ChatPrompt
 
 T = TypeVar("T")
 _NOTHING_NOW_SECONDS = 0.01
@@ -134,7 +134,7 @@ class Client(ClientBase):
 
     def stream(
         self,
-        prompt: Prompt | ChatPrompt,
+        prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         options: RequestOptions | None = None,
         *,
@@ -151,28 +151,34 @@ class Client(ClientBase):
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        sampling_params: SamplingParams | None = None,
-        options: RequestOptions | None = None,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        options: RequestOptions | Sequence[RequestOptions] | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         client_request_id: str = "",
-    ) -> RequestOutput:
-        """The answer to chat messages; tools and the two settings are those of `ChatPrompt`, which `stream` takes.
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for the messages of a chat or of several, put through the model's template.
 
-        Raises:
-          InvalidRequestError: messages of the wrong form, or that the model's template refuses.
+        Args:
+          messages: of one chat, or a list of chats.
+          tools, documents, add_generation_prompt, continue_final_message, chat_template_kwargs: see `ChatPrompt`, which
+            `generate` and `stream` take as well.
         """
-        prompt = ChatPrompt(
-            messages=messages,
+        prompts = chat_prompts(
+            messages,
             tools=tools,
+            documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
         )
-        ask = self._ask(prompt, sampling_params, options, client_request_id)
-        return self._finish(ask.unary(), self._tries(ask.timeout))
+        return self.generate(prompts, sampling_params, options, client_request_id=client_request_id, progress=progress)
 
     def tokenize(
         self, prompt: str | Sequence[Mapping[str, Any]] | ChatPrompt, *, add_special_tokens: bool = True

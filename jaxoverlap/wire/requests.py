@@ -31,7 +31,7 @@ TokenizeRequest = generate_service_pb2.TokenizeRequest
 
 
 def generation(
-    prompt: Prompt | ChatPrompt,
+    prompt: Prompt,
     params: SamplingParams,
     options: RequestOptions,
     *,
@@ -74,7 +74,7 @@ def generation(
     return message
 
 
-def set_prompt(message: Generation | TokenizeRequest, prompt: Prompt | ChatPrompt) -> None:
+def set_prompt(message: Generation | TokenizeRequest, prompt: Prompt) -> None:
     """Writes a prompt into a message that takes one.
 
     Raises:
@@ -151,6 +151,12 @@ def _chat(prompt: ChatPrompt) -> common_pb2.Chat:
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         tools_json="" if prompt.tools is None else _json("tools", list(prompt.tools)),
+        documents_json="" if prompt.documents is None else _json("documents", list(prompt.documents)),
+        template_variables_json=(
+            ""
+            if prompt.chat_template_kwargs is None
+            else _json("chat_template_kwargs", dict(prompt.chat_template_kwargs))
+        ),
     )
     for index, given in enumerate(prompt.messages):
         field = f"messages[{index}]"
@@ -202,7 +208,9 @@ def prompt_of(message: Generation | TokenizeRequest) -> str | list[int] | ChatPr
     chat = message.chat
     return ChatPrompt(
         messages=[_message_of(given, f"messages[{index}]") for index, given in enumerate(chat.messages)],
-        tools=_decoded("tools", chat.tools_json, list, "a JSON list") if chat.tools_json else None,
+        tools=_decoded("tools", chat.tools_json, list),
+        documents=_decoded("documents", chat.documents_json, list),
+        chat_template_kwargs=_decoded("chat_template_kwargs", chat.template_variables_json, dict),
         add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
         continue_final_message=chat.continue_final_message,
     )
@@ -266,7 +274,7 @@ def _structure_of(message: common_pb2.OutputConstraint) -> StructuredOutput:
 
 
 def _message_of(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
-    extra = _decoded(field, message.extra_json, dict, "a JSON object in extra_json") if message.extra_json else {}
+    extra = _decoded(f"{field}.extra_json", message.extra_json, dict) or {}
     taken = {"role", "content"} & set(extra)
     if taken:
         raise InvalidRequestError(f"{field}.extra_json", sorted(taken), "role and content have fields of their own")
@@ -274,13 +282,16 @@ def _message_of(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
     return {"role": message.role, "content": content, **extra}
 
 
-def _decoded(field: str, text: str, kind: type, allowed: str) -> Any:
+def _decoded(field: str, text: str, kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
+    """A JSON list or object; None for no text."""
+    if not text:
+        return None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
-        raise InvalidRequestError(field, text, f"use {allowed}")
+        raise InvalidRequestError(field, text, f"use a JSON {'list' if kind is list else 'object'}")
     return value
 
 

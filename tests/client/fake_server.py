@@ -23,6 +23,7 @@ from grpc_status import rpc_status
 
 from jaxoverlap.errors import ConflictError, InvalidRequestError, JaxOverlapError
 from jaxoverlap.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, TokenLogprob
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.v1 import (
     admin_service_pb2,
@@ -31,7 +32,7 @@ from jaxoverlap.v1 import (
     generate_service_pb2_grpc,
 )
 from jaxoverlap.wire import answers, statuses
-from jaxoverlap.wire.requests import ChatPrompt, Generation, prompt_of, sampling_params
+from jaxoverlap.wire.requests import Generation, prompt_of, sampling_params
 
 NAME, MAX_MODEL_LEN, SEED = "fake", 64, 2**64 - 5
 SERVICE = "jaxoverlap.v1.GenerateService"

@@ -20,6 +20,7 @@ from jaxoverlap import (
     ServerUnavailableError,
     UnsupportedError,
 )
+from jaxoverlap.client import calls
 from jaxoverlap.client.calls import FIRST_PAUSE, LONGEST_PAUSE
 from tests.client.fake_server import AfterFirst, FakeServer
 
@@ -87,14 +88,27 @@ def test_too_slow_a_reader_is_told_from_a_full_service(client, server):
         list(stream)
 
 
-@pytest.mark.parametrize("way", [2, 3], ids=["unary", "stream"])
-def test_pauses_double_and_then_it_is_given_up(client, server, way):
+def test_pauses_double_and_then_it_is_given_up(client, server):
     script = client.script_time()
     server.faults.extend([UNAVAILABLE] * 5)
-    with pytest.raises(ServerUnavailableError, match="warming up"):
-        ways(client)[way]()
-    assert script.pauses == [FIRST_PAUSE * 2**i for i in range(4)]
-    assert len(server.calls) == 5
+    server.admin_faults.extend([UNAVAILABLE] * 5)
+    for work in (lambda: list(client.stream("abc")), client.load):
+        script.pauses.clear()
+        with pytest.raises(ServerUnavailableError, match="warming up"):
+            work()
+        assert script.pauses == [FIRST_PAUSE * 2**i for i in range(4)]
+    assert len(server.calls) == len(server.admin_calls) == 5
+
+
+def test_prompts_are_given_up_as_well(connect, server, monkeypatch):
+    monkeypatch.setattr(calls, "FIRST_PAUSE", 0.001)
+    client = connect(server.target, max_retries=2)
+    for way in ways(client):
+        server.calls.clear()
+        server.faults.extend([UNAVAILABLE] * 3)
+        with pytest.raises(ServerUnavailableError, match="warming up"):
+            way()
+        assert len(server.calls) == 3 and not server.faults
 
 
 def test_prompts_rest_while_others_go_on(client, server):
@@ -110,7 +124,7 @@ def test_prompts_rest_while_others_go_on(client, server):
 def test_chance_makes_pauses_shorter_by_up_to_a_half(client, server):
     script = client.script_time(chance=1.0)
     server.faults.extend([UNAVAILABLE] * 2)
-    assert client.chat([{"role": "user", "content": "abc"}]).text == "<abc>"
+    assert list(client.stream("abc"))[-1].output.text == "<abc>"
     assert script.pauses == [FIRST_PAUSE / 2, FIRST_PAUSE]
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxoverlap import Client, EngineError, InvalidRequestError, RequestOptions, SamplingParams, display
-from jaxoverlap.wire.requests import ChatPrompt, request_options, sampling_params
+from jaxoverlap import ChatPrompt, Client, EngineError, InvalidRequestError, RequestOptions, SamplingParams, display
+from jaxoverlap.wire.requests import prompt_of, request_options, sampling_params
 from tests.client.fake_server import MAX_MODEL_LEN, FakeServer, answer_to
 from tests.test_import_floors import ROOT
 
@@ -86,16 +86,20 @@ def test_a_stream_begins_with_the_first_piece_that_is_drawn(client, server):
 
 
 def test_chats(client, server):
-    assert client.chat(CHAT).text == "<Be.|Hi>"
-    tools = [{"type": "function"}]
-    answer = client.chat([*CHAT, {"role": "assistant", "content": "We"}], tools=tools, continue_final_message=True)
-    assert answer.text == "<Be.|Hi|We>"
-    plain, going_on = (call.generation.chat for call in server.calls)
-    assert not plain.HasField("add_generation_prompt") and not plain.tools_json and not plain.continue_final_message
-    assert going_on.continue_final_message and going_on.tools_json == '[{"type": "function"}]'
+    assert [output.text for output in client.chat(CHAT)] == ["<Be.|Hi>"]
+    told = {"tools": [{"type": "function"}], "documents": [{"text": "x"}], "chat_template_kwargs": {"deep": False}}
+    going_on = [*CHAT, {"role": "assistant", "content": "We"}]
+    outputs = client.chat([going_on, going_on[1:]], continue_final_message=True, **told)
+    assert [output.text for output in outputs] == ["<Be.|Hi|We>", "<Hi|We>"]
+    assert prompt_of(server.calls[0].generation) == ChatPrompt(messages=CHAT)
+    wanted = ChatPrompt(messages=going_on, continue_final_message=True, **told)
+    assert wanted in [prompt_of(call.generation) for call in server.calls[1:]]
     pieces = list(client.stream(ChatPrompt(messages=CHAT, add_generation_prompt=False)))
     assert pieces[-1].output.text == "<Be.|Hi>"
-    assert server.calls[-1].generation.chat.HasField("add_generation_prompt")
+    assert not prompt_of(server.calls[-1].generation).opens_answer
+    for wrong in ("Hi", [], None, [["Hi"]]):
+        with pytest.raises(InvalidRequestError, match=r"^messages"):
+            client.chat(wrong)
 
 
 def test_tokens_and_text(client):
