@@ -48,7 +48,10 @@ class Unary(Generic[T]):
 
 
 def tokenize(prompt: Prompt, add_special_tokens: bool, model: str) -> Unary[list[int]]:
-    request = generate_service_pb2.TokenizeRequest(model=model, add_special_tokens=add_special_tokens)
+    # Left out it is true; chats have no such thing, and a service refuses what it would ignore.
+    request = generate_service_pb2.TokenizeRequest(
+        model=model, add_special_tokens=None if add_special_tokens else False
+    )
     set_prompt(request, prompt)
     return Unary(lambda stubs: stubs.generate.Tokenize, request, lambda reply: list(reply.token_ids))
 
