@@ -22,7 +22,8 @@ from jaxoverlap.cli.batch_format import (
     refusal_by_engine,
     to_request,
 )
-from jaxoverlap.cli.options import EngineOptions, SamplingOptions, TreatmentOptions
+from jaxoverlap.cli.options import EngineOptions
+from jaxoverlap.cli.request_options import SamplingOptions, StructureOptions, TreatmentOptions
 from jaxoverlap.errors import EngineError, JaxOverlapError
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
@@ -64,6 +65,7 @@ def batch(
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
+    structure: StructureOptions,
     treatment: TreatmentOptions,
 ) -> int:
     """Answer a file of requests, in OpenAI's batch format.
@@ -74,8 +76,9 @@ def batch(
 
         {"custom_id": "2", "url": "/v1/completions", "body": {"prompt": "…", "max_tokens": 9}}
 
-    A prompt is text or a list of token ids; the url may be left out. Sampling options given here are for lines that
-    leave them out.
+    A prompt is text or a list of token ids; the url may be left out. Bodies have OpenAI's fields (n, stop, logprobs,
+    logit_bias, response_format, tools, …), vLLM's and those of the options below, and answers OpenAI's shape. Options
+    given here are for lines that leave them out. Fields of messages that are not known here are the template's.
 
     A line that can't be answered gets an error for an answer, and the others go on.
 
@@ -87,7 +90,7 @@ def batch(
     Exit codes, over the whole output: 0 all succeeded, 1 some failed, 2 none succeeded or it could not start or go
     on, 130 Ctrl-C.
     """
-    defaults = sampling.values() | treatment.values()
+    defaults = sampling.values() | structure.values() | treatment.values()
     settings = engine.settings()
     # A progress bar and the answers would write over each other on a terminal.
     progress = False if target == STANDARD else None
@@ -224,7 +227,7 @@ class BatchRun:
             else:
                 self._outbox.put(place, answer_line(request, result, self._names.shown))
                 self.tally.succeeded += 1
-                self.tally.prompt_tokens += len(result.prompt_token_ids)
+                self.tally.prompt_tokens += result.prompt_tokens
                 self.tally.cached_tokens += result.cached_tokens
                 self.tally.output_tokens += sum(len(one.token_ids) for one in result.outputs)
 

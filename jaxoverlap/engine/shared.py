@@ -60,21 +60,23 @@ class SharedEngine:
         sampling: SamplingParams,
         options: RequestOptions,
         finished: deque[PromptCollector],
-        compiled: CompiledConstraint | None = None,
         *,
+        compiled: CompiledConstraint | None = None,
         streams: bool = False,
     ) -> PromptCollector:
         """Queues a prompt's samples; when the last of them is finished, their collector goes to `finished`.
 
-        `compiled` is as for `Engine.add_samples`.
+        Without `compiled` it waits for `Engine.compile_constraint`, and holds up nobody else meanwhile.
 
         Raises:
           InvalidRequestError, QueueFullError: as `Engine.add_samples`.
           EngineError: it is closed, or the engine has failed.
         """
+        hidden_stops(self._tokenizer, sampling)
+        if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
+            compiled = compiling.result()
         with self.lock:
             self.check_open()
-            hidden_stops(self._tokenizer, sampling)
             requests = self.engine.add_samples(prompt_ids, sampling, options, compiled)
             collector = PromptCollector(prompt, requests, self._tokenizer, streams=streams)
             for request in requests:
