@@ -148,7 +148,7 @@ def test_preempted_rows_go_on_where_they_were(compiler, lookahead):
     ]
     results = []
     for disturbed in (False, True):
-        engine = engine_of(compiler, lookahead, num_pages=9, headroom=1)
+        engine = engine_of(compiler, lookahead, num_pages=9, headroom=1, max_prompt_wait=1e-6)
         requests = [engine.add(PROMPTS[index], one, RequestOptions(priority=5)) for index, one in enumerate(params)]
         for turn in range(60):
             engine.step()
