@@ -5,7 +5,9 @@
     with LLM() as llm:
         print(llm.generate("The capital of France is", SamplingParams(temperature=0, max_tokens=16))[0].text)
 
-Importing this package imports neither jax nor grpc; `LLM` does when it is first used.
+The same against a server, from a program that needs no jax: `Client` and `AsyncClient`.
+
+Importing this package imports neither jax nor grpc; `LLM` and `Client` do when they are first used.
 """
 
 from __future__ import annotations
@@ -13,13 +15,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxoverlap.errors import (
+    AbortedError,
+    AccessDeniedError,
     ConfigError,
+    ConflictError,
     DeadlineError,
     EngineError,
     InvalidRequestError,
     JaxOverlapError,
     ModelError,
     QueueFullError,
+    ServerUnavailableError,
+    ServiceError,
     UnsupportedError,
 )
 from jaxoverlap.outputs import (
@@ -35,15 +42,21 @@ from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 
 if TYPE_CHECKING:
+    from jaxoverlap.client import AsyncClient, Client
     from jaxoverlap.llm import LLM
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AbortedError",
+    "AccessDeniedError",
+    "AsyncClient",
     "ChatPrompt",
+    "Client",
     "CompletionOutput",
     "ConfigError",
+    "ConflictError",
     "DeadlineError",
     "EngineError",
     "FinishReason",
@@ -55,6 +68,8 @@ __all__ = [
     "RequestOptions",
     "RequestOutput",
     "SamplingParams",
+    "ServerUnavailableError",
+    "ServiceError",
     "StreamDelta",
     "StructuredOutput",
     "TokenLogprob",
@@ -68,4 +83,8 @@ def __getattr__(name: str) -> Any:
         from jaxoverlap.llm import LLM
 
         return LLM
+    if name in ("AsyncClient", "Client"):
+        from jaxoverlap import client
+
+        return getattr(client, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,9 +7,14 @@
     ├── UnsupportedError                   real elsewhere, not in this build or not for this model
     ├── QueueFullError                     too many requests wait already; later it may go
     ├── DeadlineError                      a request was not finished in the time it gave itself
-    └── EngineError                        the engine itself failed; requests in flight are lost
+    ├── AbortedError                       a request was ended before it was done: by an operator, or by a shutdown
+    ├── EngineError                        the engine itself failed; requests in flight are lost
+    └── ServiceError                       between a client and the service, raised by `Client` alone
+        ├── ServerUnavailableError         nobody answers there, or it is starting, draining or dead
+        ├── AccessDeniedError              the service wants a token, or another one
+        └── ConflictError                  not while the service does what it is doing; flushing while requests run
 
-Bad input is always one of the first four, a busy engine the next two; the last one is our own fault.
+Bad input is always one of the first four, a busy engine the next two; EngineError is our own fault.
 """
 
 from __future__ import annotations
@@ -55,15 +60,46 @@ class UnsupportedError(JaxOverlapError):
 
 
 class QueueFullError(JaxOverlapError):
-    """As many requests wait as the engine's `max_queue` allows; nothing has changed."""
+    """As many requests wait as the engine's `max_queue` allows; nothing has changed.
+
+    Attributes:
+      retry_after: seconds after which a service thinks it may go; None where nobody can say.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        self.retry_after = retry_after
+        super().__init__(message)
+
+    def __reduce__(self):
+        return type(self), (str(self), self.retry_after)
 
 
 class DeadlineError(JaxOverlapError):
-    """The request's timeout ended it; what it had produced is in its output."""
+    """The request's timeout ended it. In process, what it had produced is in its output."""
+
+
+class AbortedError(JaxOverlapError):
+    """The request was ended before it was done: by an operator, by a shutdown, or because nobody read its stream."""
 
 
 class EngineError(JaxOverlapError):
     """The engine failed; the message is short and the cause is chained."""
+
+
+class ServiceError(JaxOverlapError):
+    """The service can't be used, or not in this way; the request itself may be fine."""
+
+
+class ServerUnavailableError(ServiceError):
+    """Nobody answers at the target, or the service is starting, draining or dead. Later it may go."""
+
+
+class AccessDeniedError(ServiceError):
+    """The service wants a token, or a token that may do more."""
+
+
+class ConflictError(ServiceError):
+    """What is asked does not go with what the service is doing now."""
 
 
 def _shorten(value: Any) -> str:

@@ -102,11 +102,15 @@ class RequestOutput:
     """What became of one prompt. What is asked of it directly is said of its first sample.
 
     Attributes:
-      prompt: as it was given; prompt_token_ids: what the model saw.
+      prompt: as it was given.
+      prompt_token_ids: what the model saw. A service does not send them: from `Client` they are there if the prompt
+        was given as ids or its log-probabilities were asked for, and empty otherwise.
+      prompt_tokens: how many they are, in any case; 0, which no prompt has, stands for `len(prompt_token_ids)`.
       outputs: the samples; with `best_of` the best first.
       seed: the seed in effect; with it, the prompt and the parameters the outputs come out again.
       cached_tokens: tokens of the prompt whose KV was in the prefix cache when it was admitted.
       prompt_logprobs: one for each prompt token, if asked for.
+      request_id: a service's own name for it, in its logs and for `Client.abort`; empty in this process.
     """
 
     prompt: Prompt
@@ -115,6 +119,12 @@ class RequestOutput:
     seed: int
     cached_tokens: int = 0
     prompt_logprobs: list[PositionLogprobs] | None = None
+    prompt_tokens: int = 0
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_tokens:
+            object.__setattr__(self, "prompt_tokens", len(self.prompt_token_ids))
 
     @property
     def text(self) -> str:

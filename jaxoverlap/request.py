@@ -233,5 +233,10 @@ class Request:
         return len(self.prompt_ids)
 
     @property
+    def max_len(self) -> int:
+        """KV positions that it needs at the most: its last token's are never written."""
+        return len(self.prompt_ids) + self.max_tokens - 1
+
+    @property
     def committed_len(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)

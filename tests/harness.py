@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -61,7 +62,7 @@ class Harness:
         )
         self.scheduler = self.engine.loop.scheduler
         if self.row_order_seed is not None:
-            np.random.default_rng(self.row_order_seed).shuffle(self.scheduler.state.rows.free_rows)
+            random.Random(self.row_order_seed).shuffle(self.scheduler.state.rows.free_rows)
         free, launch = self.scheduler.state.memory.pool.free, self.runner.launch
 
         def free_and_poison(pages: np.ndarray) -> None:
@@ -111,6 +112,10 @@ class Harness:
         """Takes its row away, as making room does; the request goes on by itself."""
         assert request.row is not None and not self.scheduler.state.rows.leaving[request.row]
         self.scheduler.state.leave(request)
+
+    def steps_in_flight(self, row: int) -> int:
+        """Launched and uncommitted steps that name a row."""
+        return sum(row in pending.plan.rows for pending in self.engine.loop.in_flight)
 
     def drain(self) -> None:
         """Commits what is in flight and retires, without planning anything new."""

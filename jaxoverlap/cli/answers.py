@@ -44,7 +44,7 @@ def completion(output: RequestOutput, *, is_chat: bool, model: str) -> dict[str,
 
 def usage(output: RequestOutput, samples: Sequence[CompletionOutput]) -> dict[str, Any]:
     """Tokens of the prompt, and those delivered of some of its samples."""
-    prompt_tokens = len(output.prompt_token_ids)
+    prompt_tokens = output.prompt_tokens
     completion_tokens = sum(len(sample.token_ids) for sample in samples)
     return {
         "prompt_tokens": prompt_tokens,

@@ -227,7 +227,7 @@ class BatchRun:
             else:
                 self._outbox.put(place, answer_line(request, result, self._names.shown))
                 self.tally.succeeded += 1
-                self.tally.prompt_tokens += len(result.prompt_token_ids)
+                self.tally.prompt_tokens += result.prompt_tokens
                 self.tally.cached_tokens += result.cached_tokens
                 self.tally.output_tokens += sum(len(one.token_ids) for one in result.outputs)
 

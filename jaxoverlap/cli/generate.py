@@ -225,7 +225,7 @@ def _described(output: RequestOutput, sample: CompletionOutput) -> dict[str, Any
 
 def _summary(outputs: list[RequestOutput], elapsed: float) -> str:
     samples = [sample for output in outputs for sample in output.outputs]
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    prompt_tokens = sum(output.prompt_tokens for output in outputs)
     output_tokens = sum(len(sample.token_ids) for sample in samples)
     first = outputs[0].first_token_seconds
     reasons = Counter(str(sample.finish_reason) for sample in samples)

@@ -13,6 +13,7 @@ from jaxoverlap import __version__
 from jaxoverlap.cli.batch import batch
 from jaxoverlap.cli.command import FAILED, as_command, say
 from jaxoverlap.cli.generate import generate
+from jaxoverlap.cli.serve import serve
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for arguments it can't understand; it has no public name there."""
@@ -45,6 +46,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command("serve")(as_command(serve))
 app.command("generate")(as_command(generate))
 app.command("batch")(as_command(batch))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 
 from jaxoverlap.config import EngineConfig, ResolvedConfig
 from jaxoverlap.engine.engine import Engine
+from jaxoverlap.model.checkpoint import TokenizerSource
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
 from jaxoverlap.runtime import compile_cache
@@ -24,7 +26,11 @@ logger = logging.getLogger(__name__)
 class BuiltEngine:
     """An engine that is ready once `runner` is warmed up: then nothing compiles any more.
 
-    `name` is what to call its model.
+    Attributes:
+      name: what to call its model; architecture: its kind.
+      tokenizer_source: for `Tokenizer.from_source`, where another process needs one.
+      dtype, devices: what computes, in words.
+    The last four are only for servers to tell.
     """
 
     name: str
@@ -33,6 +39,10 @@ class BuiltEngine:
     tokenizer: Tokenizer
     model_config: ModelConfig
     resolved: ResolvedConfig
+    tokenizer_source: TokenizerSource = Path()
+    architecture: str = ""
+    dtype: str = ""
+    devices: tuple[str, ...] = ()
 
 
 def build_engine(
@@ -74,7 +84,18 @@ def build_engine(
         eos_token_ids=shape.eos_token_ids,
         constraints=GrammarCompiler(tokenizer, shape.vocab_size, shape.eos_token_ids),
     )
-    return BuiltEngine(files.name, engine, runner, tokenizer, shape, resolved)
+    return BuiltEngine(
+        files.name,
+        engine,
+        runner,
+        tokenizer,
+        shape,
+        resolved,
+        tokenizer_source=files.tokenizer_source,
+        architecture=shape.family,
+        dtype=dtype.name,
+        devices=(device.device_kind,),
+    )
 
 
 def context_per_token(shape: ModelConfig, platform: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import secrets
 import time
@@ -59,6 +60,12 @@ class Engine:
     @property
     def has_failed(self) -> bool:
         return self._failure is not None
+
+    @property
+    def supported_parameters(self) -> list[str]:
+        """Fields of `SamplingParams` that are not refused."""
+        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        return names if self.constraints is not None else [name for name in names if name != "structured_output"]
 
     def check(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray:
         """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does, and waits as it does."""

@@ -4,13 +4,15 @@ The device knows the tokens, lengths and positions of rows that decode; the host
 one is needed: 8 bytes. A prefill chunk brings its tokens, its row's page table and the row's parameters.
 
 Padding is out of range everywhere: row `num_rows`, page `no_page`, so gathers fill and scatters drop.
-`_fields` is the layout of both sides.
+`_layout` is that of both sides.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +74,11 @@ class PackedStep:
     new_pages: jax.Array
 
 
-def _fields(shape: StepShape, pages_per_row: int) -> dict[str, tuple[int, ...]]:
+@functools.cache
+def _layout(shape: StepShape, pages_per_row: int) -> tuple[list[tuple[str, slice, tuple[int, ...]]], int]:
+    """Name, place and shape of each field of the packed array, and its size; there are no more shapes than steps."""
     tokens, rows = shape.prefill_tokens, shape.prefill_rows
-    return {
+    fields = {
         "token_ids": (tokens,),
         "cu_q_lens": (rows + 1,) if rows else (0,),
         "chunk_rows": (rows,),
@@ -85,17 +89,23 @@ def _fields(shape: StepShape, pages_per_row: int) -> dict[str, tuple[int, ...]]:
         "decode_rows": (shape.decode_rows,),
         "new_pages": (shape.decode_rows,),
     }
+    layout, offset = [], 0
+    for name, field in fields.items():
+        size = math.prod(field)
+        layout.append((name, slice(offset, offset + size), field))
+        offset += size
+    return layout, offset
 
 
 def packed_size(shape: StepShape, pages_per_row: int) -> int:
     """Words of the packed array."""
-    return sum(math.prod(field) for field in _fields(shape, pages_per_row).values())
+    return _layout(shape, pages_per_row)[1]
 
 
 def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) -> np.ndarray:
     """The plan as a fresh int32 array, read-only from here on: the device may read it in place."""
     packed = np.zeros(packed_size(shape, pages_per_row), dtype=np.int32)
-    field = dict(_split(packed, shape, pages_per_row))
+    field = _split(packed, shape, pages_per_row)
     field["decode_rows"].fill(num_rows)
     field["decode_rows"][: len(plan.decode_rows)] = plan.decode_rows
     field["new_pages"].fill(plan.no_page)
@@ -120,15 +130,11 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) ->
 
 def unpack(packed: jax.Array, shape: StepShape, pages_per_row: int) -> PackedStep:
     """The same on the device: int32 [packed_size] → `PackedStep`."""
-    return PackedStep(**dict(_split(packed, shape, pages_per_row)))
+    return PackedStep(**_split(packed, shape, pages_per_row))
 
 
-def _split(packed, shape: StepShape, pages_per_row: int):
-    offset = 0
-    for name, field in _fields(shape, pages_per_row).items():
-        size = math.prod(field)
-        yield name, packed[offset : offset + size].reshape(field)
-        offset += size
+def _split(packed, shape: StepShape, pages_per_row: int) -> dict[str, Any]:
+    return {name: packed[at].reshape(field) for name, at, field in _layout(shape, pages_per_row)[0]}
 
 
 def row_params(request: Request, num_outputs: int) -> np.ndarray:

@@ -6,6 +6,7 @@ A pending step carries the plan it was launched with, so its result can't be giv
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,6 +49,9 @@ class ResultQueue:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    def __iter__(self) -> Iterator[PendingStep]:
+        return iter(self._pending)
 
     def push(self, plan: StepPlan, launched: LaunchedStep) -> None:
         self._pending.append(PendingStep(plan, launched))

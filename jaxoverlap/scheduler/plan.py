@@ -20,7 +20,10 @@ from jaxoverlap.request import Request
 
 
 class RowStatus(enum.IntEnum):
-    """What the device says of a row after a step; it decides end by id and by length itself."""
+    """What the device says of a row after a step; it decides end by id and by length itself.
+
+    Up to `LENGTH` there is a token.
+    """
 
     RUNNING = 0
     STOP = 1  # the token is one of the row's stop ids
@@ -74,7 +77,7 @@ class StepPlan:
     Attributes:
       step_id: 0, 1, 2, … in launch order; steps are committed in the same order.
       chunks: at most one per row.
-      decode_rows: int32 [D], distinct rows that decode one token each.
+      decode_rows: int [D], distinct rows that decode one token each.
       decode_new_pages: int32 [D], the page that the row's next position starts, or `no_page`.
       rows, generations, request_ids: int [len(chunks) + D], who the results belong to.
       no_page: an id just outside the pool, so that the device drops a write to it.
@@ -107,9 +110,10 @@ class StepPlan:
     def seal(self) -> None:
         """Makes every array read-only: the device may read it in place until the step is done."""
         for array in (self.decode_rows, self.decode_new_pages, self.rows, self.generations, self.request_ids):
-            array.flags.writeable = False
+            array.setflags(write=False)
         for chunk in self.chunks:
-            chunk.token_ids.flags.writeable = chunk.page_table.flags.writeable = False
+            chunk.token_ids.setflags(write=False)
+            chunk.page_table.setflags(write=False)
 
     @property
     def num_prefill_tokens(self) -> int:

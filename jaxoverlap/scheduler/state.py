@@ -8,8 +8,6 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxoverlap.cache.row_memory import RowMemory
 from jaxoverlap.request import Request, RequestStatus
 from jaxoverlap.scheduler.config import SchedulerConfig
@@ -98,8 +96,7 @@ class SchedulerState:
 
     def promise_to(self, request: Request) -> int:
         """KV positions to keep for a request if it is admitted now."""
-        max_len = request.prompt_len + request.max_tokens - 1
-        return promised_tokens(request.committed_len, max_len, self.config.headroom, request.num_preemptions)
+        return promised_tokens(request.committed_len, request.max_len, self.config.headroom, request.num_preemptions)
 
     def pages_for(self, length: int) -> int:
         return -(-length // self.config.limits.page_size)
@@ -172,8 +169,8 @@ class SchedulerState:
     def pages_on_their_way(self) -> int:
         """Pages of rows that need no victim to come free: leaving, or launched to their last token."""
         rows = self.rows
-        done = (rows.planned_outputs >= rows.max_outputs) & (rows.request_ids >= 0)
-        return sum(self.memory.releasable(row) for row in np.flatnonzero(rows.leaving | done).tolist())
+        done = (rows.planned_len == rows.max_len) & (rows.request_ids >= 0)
+        return sum(self.memory.releasable(row) for row in (rows.leaving | done).nonzero()[0].tolist())
 
     def check_integrity(self) -> None:
         rows, memory = self.rows, self.memory

@@ -218,7 +218,7 @@ def test_a_compiling_process_that_was_killed_is_started_again():
     compiler = make_compiler(workers=1)
     try:
         constraint(compiler, regex="a")
-        os.kill(compiler._trials[0]._process.pid, signal.SIGKILL)
+        os.kill(compiler._trials[-1]._process.pid, signal.SIGKILL)
         with pytest.raises(InvalidRequestError, match="too complex"):
             constraint(compiler, regex="b")
         constraint(compiler, regex="c")
@@ -229,7 +229,7 @@ def test_a_compiling_process_that_was_killed_is_started_again():
 def test_close_ends_the_processes_and_what_waits_for_them():
     compiler = make_compiler(workers=1)
     constraint(compiler, regex="a")
-    process = compiler._trials[0]._process
+    process = compiler._trials[-1]._process
     pending = [
         compiler.submit(SamplingParams(structured_output=StructuredOutput(grammar=grammar)))
         for grammar in (ENDLESS, 'start: "a"')
@@ -248,5 +248,5 @@ def test_close_ends_the_processes_and_what_waits_for_them():
 def test_an_unused_compiler_starts_nothing():
     before = threading.active_count()
     compiler = make_compiler()
-    assert threading.active_count() == before and compiler._trials[0]._process is None
+    assert threading.active_count() == before and compiler._trials[-1]._process is None
     compiler.close()

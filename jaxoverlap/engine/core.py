@@ -1,0 +1,341 @@
+"""The engine as a server: one thread owns it, and front ends talk to it over sockets.
+
+    turn:  read what has arrived · do it (at most `MAX_COMMANDS`) · one step · hand out its news · send what can be sent
+
+Rules: nothing here waits for a front end, however slow it is. The thread sleeps only when there is neither work nor a
+message, in `select`. A front end that goes takes its requests with it; when the supervisor goes, the engine stops.
+What fails in the engine itself is told to all and ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxoverlap.constraint import CompiledConstraint
+from jaxoverlap.engine import messages
+from jaxoverlap.engine.door import Door, Entry
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.engine.link import Link
+from jaxoverlap.engine.load_meter import LoadMeter
+from jaxoverlap.engine.messages import EngineFacts, EngineStatus
+from jaxoverlap.engine.profiler import Profiler
+from jaxoverlap.errors import (
+    AbortedError,
+    ConflictError,
+    EngineError,
+    JaxOverlapError,
+    ServerUnavailableError,
+)
+from jaxoverlap.request import Request, RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.scheduler.plan import StepOutput
+
+logger = logging.getLogger(__name__)
+
+MAX_COMMANDS = 64
+"""Done in one turn at most, so that a flood of requests does not hold up those that run."""
+
+_STATUS_SECONDS = 0.5
+
+
+class Owner:
+    """Whose a request is, and what has been told of it."""
+
+    __slots__ = ("has_started", "key", "link", "num_preemptions", "num_scores", "request")
+
+    def __init__(self, link: Link, key: int, request: Request) -> None:
+        self.link, self.key, self.request = link, key, request
+        self.has_started = False
+        self.num_scores = self.num_preemptions = 0
+
+
+class EngineCore:
+    """See the module's rules.
+
+    Args:
+      supervisor: may ask as front ends do; the engine runs until it goes.
+      frontends: in the order of their indices.
+    """
+
+    def __init__(
+        self, engine: Engine, facts: EngineFacts, profiler: Profiler, supervisor: Link, frontends: Sequence[Link]
+    ) -> None:
+        self.engine = engine
+        self.facts = facts
+        self.draining = False
+        self._profiler = profiler
+        self._supervisor = supervisor
+        self._links = [supervisor, *frontends]
+        self._inbox: deque[tuple[Link, list[Any]]] = deque()
+        self._owners: dict[int, Owner] = {}
+        """By request id."""
+        self._by_key: dict[tuple[int, int], Owner] = {}
+        """By front end and key."""
+        self._load = LoadMeter()
+        self._next_status = 0.0
+        self._had_work = False
+        self._selector = selectors.DefaultSelector()
+        self._door = Door(engine)
+        self._selector.register(self._door.bell, selectors.EVENT_READ)
+        for link in self._links:
+            self._selector.register(link.socket, selectors.EVENT_READ, link)
+
+    def run(self) -> None:
+        """Returns when the supervisor has gone.
+
+        Raises:
+          Exception: whatever broke the engine; the front ends have been told.
+        """
+        self._broadcast("ready", vars(self.facts))
+        try:
+            while self._supervisor.is_open:
+                self._turn()
+        except Exception as error:
+            text = str(error) if isinstance(error, JaxOverlapError) else f"{type(error).__name__}: {error}"
+            self._broadcast("failed", text)
+            raise
+        finally:
+            for link in self._links:
+                link.close()
+            self._selector.close()
+            self._door.close()
+            self.engine.close()
+
+    # ---------------------------------------------------------------- a turn
+
+    def _turn(self) -> None:
+        self._read(wait=not (self.engine.has_work or self._inbox))
+        for _ in range(min(len(self._inbox), MAX_COMMANDS)):
+            self._do(*self._inbox.popleft())
+        for entry, compiled in self._door.take_compiled():
+            self._enter(entry, compiled)
+        if self.engine.has_work:
+            self._step()
+        self._report()
+        for link in self._links:
+            link.flush()
+
+    def _read(self, *, wait: bool) -> None:
+        blocked = [link for link in self._links if wait and link.has_unsent]
+        for link in blocked:
+            self._selector.modify(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+        idle = _STATUS_SECONDS if self._door.waiting else None
+        for key, events in self._selector.select(idle if wait else 0):
+            if key.data is None:
+                self._door.hear_bell()
+            elif events & selectors.EVENT_READ:
+                self._inbox.extend((key.data, message) for message in key.data.receive())
+        for link in blocked:
+            self._selector.modify(link.socket, selectors.EVENT_READ, link)
+        for link in [link for link in self._links if not link.is_open]:
+            self._forget(link)
+
+    def _step(self) -> None:
+        output = self.engine.step()
+        self._load.add(len(output.token_ids))
+        self._profiler.count_step()
+        self._tell(output)
+
+    def _tell(self, output: StepOutput) -> None:
+        owners = self._owners
+        for request, token_id in zip(output.requests, output.token_ids, strict=True):
+            owner = owners.get(request.request_id)
+            if owner is None:  # its front end does not want it any more
+                continue
+            news = owner.link.news
+            if not owner.has_started:
+                owner.has_started = True
+                news.started.append(
+                    [
+                        owner.key,
+                        request.cached_tokens,
+                        request.seed,
+                        request.admit_time,
+                        request.first_token_time,
+                        request.prompt_scores,
+                    ]
+                )
+            news.keys.append(owner.key)
+            news.token_ids.append(token_id)
+            if len(request.scores) > owner.num_scores:
+                news.scores += [[owner.key, score] for score in request.scores[owner.num_scores :]]
+                owner.num_scores = len(request.scores)
+            if request.num_preemptions != owner.num_preemptions:
+                owner.num_preemptions = request.num_preemptions
+                news.preempted.append([owner.key, request.num_preemptions])
+        for request in output.finished:
+            owner = owners.pop(request.request_id, None)
+            if owner is None:
+                continue
+            del self._by_key[owner.link.index, owner.key]
+            error = None if request.error is None else messages.error_to_wire(request.error)
+            assert request.finish_reason is not None
+            owner.link.news.finished.append(
+                [owner.key, request.finish_reason.value, request.matched_token_id, error, request.finish_time]
+            )
+
+    def _report(self) -> None:
+        """The status, when work begins or ends and from time to time while there is some."""
+        has_work = self.has_work
+        now = time.monotonic()
+        if has_work != self._had_work or (has_work and now >= self._next_status):
+            self._broadcast_status()
+
+    def _broadcast_status(self) -> None:
+        self._had_work = self.has_work
+        self._next_status = time.monotonic() + _STATUS_SECONDS
+        self._broadcast("status", vars(self.status()))
+
+    def _broadcast(self, *message: Any) -> None:
+        for link in self._links:
+            link.post(*message)
+
+    @property
+    def has_work(self) -> bool:
+        """Somebody waits for it."""
+        return self.engine.has_work or bool(self._door.waiting)
+
+    def status(self) -> EngineStatus:
+        scheduler = self.engine.loop.scheduler
+        memory = scheduler.state.memory
+        return EngineStatus(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting + len(self._door.waiting),
+            kv_used=1 - memory.num_available / memory.pool.num_pages,
+            tokens_per_second=self._load.tokens_per_second(),
+            num_steps=self._load.num_steps,
+            has_work=self.has_work,
+            draining=self.draining,
+        )
+
+    # ---------------------------------------------------------------- what front ends want
+
+    def _do(self, link: Link, message: list[Any]) -> None:
+        if not link.is_open:
+            return
+        match message:
+            case ["add", key, prompt, sampling, options]:
+                self._add(link, key, prompt, sampling, options)
+            case ["abort", keys]:
+                for key in keys:
+                    self._end(link, key, self.engine.abort)
+            case ["stop", key]:
+                self._end(link, key, self.engine.stop)
+            case ["ask", question, name, arguments]:
+                self._answer(link, question, name, arguments)
+            case _:
+                raise EngineError(f"front end {link.index} sent {message[:1]}, which is no message of this build")
+
+    def _add(self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any]) -> None:
+        try:
+            if self.draining:
+                raise ServerUnavailableError("the server is about to stop and takes no more requests")
+            entry = Entry(
+                link,
+                key,
+                np.frombuffer(prompt, dtype=np.int32),
+                SamplingParams.from_dict(sampling),
+                RequestOptions(**options),
+                time.monotonic(),
+            )
+        except JaxOverlapError as error:
+            link.post("refused", key, messages.error_to_wire(error))
+            return
+        if not self._door.keep_waiting(entry):
+            self._enter(entry, None)
+
+    def _enter(self, entry: Entry, compiling: Future[CompiledConstraint] | None) -> None:
+        link, key = entry.link, entry.key
+        try:
+            compiled = None if compiling is None else compiling.result()
+            samples = self.engine.add_samples(entry.prompt, entry.sampling, entry.options_left(), compiled)
+        except JaxOverlapError as error:
+            link.post("refused", key, messages.error_to_wire(error))
+            return
+        for index, request in enumerate(samples):
+            owner = Owner(link, key + index, request)
+            self._owners[request.request_id] = self._by_key[link.index, owner.key] = owner
+
+    def _end(self, link: Link, key: int, end: Callable[[Request], bool]) -> None:
+        """Ends a request of which its front end wants nothing more."""
+        self._door.waiting.pop((link.index, key), None)
+        owner = self._by_key.pop((link.index, key), None)
+        if owner is not None:  # else it has just finished
+            del self._owners[owner.request.request_id]
+            end(owner.request)
+
+    def _forget(self, link: Link) -> None:
+        self._links.remove(link)
+        self._selector.unregister(link.socket)
+        link.close()
+        for index, key in [*self._by_key, *self._door.waiting]:
+            if index == link.index:
+                self._end(link, key, self.engine.abort)
+
+    # ---------------------------------------------------------------- what operators want
+
+    def _answer(self, link: Link, question: int, name: str, arguments: list[Any]) -> None:
+        try:
+            answer, error = self._QUESTIONS[name](self, *arguments), None
+        except JaxOverlapError as refusal:
+            answer, error = None, messages.error_to_wire(refusal)
+        link.post("answer", question, answer, error)
+
+    def _get_status(self) -> dict[str, Any]:
+        return vars(self.status())
+
+    def _drain(self) -> None:
+        self.draining = True
+        self._broadcast_status()
+
+    def _abort_requests(self, wanted: list[tuple[int, int]] | None) -> list[tuple[int, int]]:
+        """Ends requests by front end and key, or all; their front ends hear of it as of any other end."""
+        here = [*self._by_key, *self._door.waiting]
+        found = here if wanted is None else [name for name in map(tuple, wanted) if name in set(here)]
+        for name in found:
+            if name in self._by_key:
+                self.engine.abort(self._by_key[name].request)
+            else:
+                entry, _ = self._door.waiting.pop(name)
+                entry.link.post("refused", entry.key, messages.error_to_wire(AbortedError(messages.ABORTED)))
+        return found
+
+    def _flush_cache(self) -> int:
+        scheduler = self.engine.loop.scheduler
+        if scheduler.has_unfinished:
+            raise ConflictError(f"{scheduler.num_running + scheduler.num_waiting} requests are unfinished")
+        while self.engine.has_work:  # steps in flight still hold pages
+            self._step()
+        return scheduler.flush_cache()
+
+    def _memory_snapshot(self) -> dict[str, Any]:
+        """With the front ends' names of the requests in place of the engine's own."""
+        snapshot = self.engine.loop.scheduler.memory_snapshot().to_dict()
+        for page in snapshot["pages"]:
+            owner = self._owners.get(page["request_id"])
+            page["request_id"] = None if owner is None else (owner.link.index, owner.key)
+        return snapshot
+
+    def _start_profile(self, steps: int | None) -> str:
+        return self._profiler.start(steps)
+
+    def _stop_profile(self) -> str:
+        return self._profiler.stop()
+
+    _QUESTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
+        "status": _get_status,
+        "drain": _drain,
+        "abort_requests": _abort_requests,
+        "flush_cache": _flush_cache,
+        "memory_snapshot": _memory_snapshot,
+        "start_profile": _start_profile,
+        "stop_profile": _stop_profile,
+    }

@@ -1,0 +1,122 @@
+"""The engine in a process of its own: `python -m jaxoverlap.engine.core_process '<EngineSpec as JSON>'`.
+
+It ends when its supervisor does, by the end of the socket between them. Signals are the supervisor's to take: a
+terminal's Ctrl-C or an init system's SIGTERM may reach all processes at once, and a drain must not lose the engine.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine.link import Link
+from jaxoverlap.engine.messages import EngineFacts
+from jaxoverlap.errors import JaxOverlapError
+from jaxoverlap.observe.logs import log_to_stderr
+
+logger = logging.getLogger(__name__)
+
+STANDARD_BUILDER = "jaxoverlap.engine.build:build_engine"
+SUPERVISOR = -1
+"""Its index among the links."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What to build, all of it JSON.
+
+    Attributes:
+      builder: "module:function" of something like `build_engine`.
+      config: fields of `EngineConfig`.
+      profile_dir: where traces go; None allows none.
+      progress: "module:function" of what shows the warm-up; None shows nothing.
+      log_level: of this package's log.
+    """
+
+    builder: str = STANDARD_BUILDER
+    config: Mapping[str, Any]
+    profile_dir: str | None = None
+    progress: str | None = None
+    log_level: str = "info"
+
+
+def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[socket.socket]) -> None:
+    """Builds an engine and serves until the supervisor goes. What goes wrong is told to all, and raised."""
+    links = [Link(SUPERVISOR, supervisor), *(Link(index, connection) for index, connection in enumerate(frontends))]
+    try:
+        core = _build(spec, links)
+    except BaseException as error:
+        text = str(error) if isinstance(error, JaxOverlapError) else f"{type(error).__name__}: {error}"
+        for link in links:
+            link.post("failed", text)
+            link.close()
+        raise
+    core.run()
+
+
+def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
+    from jaxoverlap.engine.core import EngineCore
+    from jaxoverlap.engine.profiler import Profiler
+
+    options = {} if spec.progress is None else {"progress": _named(spec.progress)}
+    built = _named(spec.builder)(EngineConfig(**spec.config), **options)
+    scheduler = built.resolved.scheduler
+    source = built.tokenizer_source
+    if isinstance(source, Mapping):
+        source = {name: value for name, value in source.items() if name.startswith("tokenizer.")}
+    facts = EngineFacts(
+        name=built.name,
+        architecture=built.architecture,
+        vocab_size=scheduler.limits.vocab_size,
+        max_model_len=scheduler.limits.max_model_len,
+        page_size=scheduler.limits.page_size,
+        num_pages=scheduler.limits.num_pages,
+        max_running=scheduler.max_running,
+        max_queue=scheduler.max_queue,
+        eos_token_ids=list(built.engine.eos_token_ids),
+        dtype=built.dtype,
+        devices=list(built.devices),
+        schedule=built.resolved.schedule,
+        capabilities=built.engine.supported_parameters,
+        tokenizer_source=source if isinstance(source, Mapping) else str(source),
+    )
+    # What start-up has left behind lives for ever; without this each full collection would walk through it.
+    gc.collect()
+    gc.freeze()
+    return EngineCore(built.engine, facts, Profiler(spec.profile_dir), links[0], links[1:])
+
+
+def _named(path: str) -> Callable[..., Any]:
+    module, function = path.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def main() -> int:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    spec, supervisor, *frontends = json.loads(sys.argv[1])
+    os.dup2(2, 1)  # standard output is the supervisor's alone
+    engine_spec = EngineSpec(**spec)
+    log_to_stderr("engine", engine_spec.log_level)
+    try:
+        run_engine(
+            engine_spec, socket.socket(fileno=supervisor), [socket.socket(fileno=number) for number in frontends]
+        )
+    except JaxOverlapError as error:  # the supervisor has been told
+        logger.debug("the engine ends", exc_info=error)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""The engine's end of a connection to a front end. It never waits: what can't be sent now is kept, and news that come
+meanwhile are joined into one message, so that a front end that is behind catches up in one reading.
+
+A front end that does not read for so long that `MAX_UNSENT` bytes have gathered is given up, like one that has died.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Any
+
+from jaxoverlap.engine import messages
+
+logger = logging.getLogger(__name__)
+
+MAX_UNSENT = 256 << 20
+_READ_BYTES = 1 << 20
+_MAX_JOINED = 100_000
+"""Tokens after which news are packed though others wait before them, so that `MAX_UNSENT` bounds them too."""
+
+
+class Link:
+    """Messages over a stream socket.
+
+    Attributes:
+      index: of the front end, from 0.
+      news: what the next `flush` tells.
+      is_open: False once the other side has gone.
+    """
+
+    def __init__(self, index: int, connection: socket.socket) -> None:
+        self.index = index
+        self.socket = connection
+        self.news = messages.News()
+        self.is_open = True
+        self._unsent = bytearray()
+        self._unpacker = messages.new_unpacker()
+        connection.setblocking(False)
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent or self.news)
+
+    def receive(self) -> list[list[Any]]:
+        """The messages that have arrived; none does not mean that nobody is there, `is_open` says that."""
+        received = []
+        while self.is_open:
+            try:
+                data = self.socket.recv(_READ_BYTES)
+            except BlockingIOError:
+                break
+            except OSError as error:
+                self._give_up(error)
+                break
+            if not data:
+                self._give_up(None)
+                break
+            self._unpacker.feed(data)
+            received += self._unpacker
+            if len(data) < _READ_BYTES:
+                break
+        return received
+
+    def post(self, *message: Any) -> None:
+        self._unsent += messages.pack(*message)
+
+    def flush(self) -> None:
+        """Sends what the socket takes."""
+        while self.is_open and self.has_unsent:
+            if self.news and (not self._unsent or len(self.news.keys) > _MAX_JOINED):
+                self._unsent += messages.pack("news", self.news.to_wire())
+                self.news = messages.News()
+            try:
+                sent = self.socket.send(self._unsent)
+            except BlockingIOError:
+                if len(self._unsent) > MAX_UNSENT:
+                    logger.error("front end %d has not read for %d bytes: given up", self.index, len(self._unsent))
+                    self._give_up(None)
+                return
+            except OSError as error:
+                self._give_up(error)
+                return
+            del self._unsent[:sent]
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Sends what is left, as far as that goes in `timeout` seconds."""
+        if self.is_open:
+            self.socket.settimeout(timeout)
+            self.flush()
+        self.is_open = False
+        self.socket.close()
+
+    def _give_up(self, error: OSError | None) -> None:
+        self.is_open = False
+        self.news = messages.News()
+        self._unsent.clear()
+        if error is not None:
+            logger.debug("front end %d: %s", self.index, error)

@@ -1,0 +1,213 @@
+"""A front end: gRPC servers on one side, the engine's and the supervisor's sockets on the other.
+
+It listens from the start, so that probes see it warm up. It ends when the supervisor says so or is gone, or when the
+engine is; whatever is open then ends with a status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jaxoverlap.engine.messages import EngineFacts
+from jaxoverlap.errors import ConfigError, ServerUnavailableError
+from jaxoverlap.request import RequestLimits
+from jaxoverlap.server import health
+from jaxoverlap.server.address import Address
+from jaxoverlap.server.admin_service import AdminService, Instance
+from jaxoverlap.server.admission import Admission
+from jaxoverlap.server.config import ServerConfig
+from jaxoverlap.server.control import Control
+from jaxoverlap.server.engine_client import EngineClient
+from jaxoverlap.server.generate_service import CallLimits, GenerateService, ServedModel
+from jaxoverlap.server.guard import Guard
+from jaxoverlap.server.statuses import SlowReaderError
+from jaxoverlap.server.tls import server_credentials
+from jaxoverlap.server.tokens import Gatekeeper, TokenFile
+from jaxoverlap.text.tokenizer import Tokenizer
+from jaxoverlap.v1 import admin_service_pb2_grpc, generate_service_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+_TICK_SECONDS = 0.25
+_LAST_WORDS_SECONDS = 1.0
+_STREAM_BUFFER = 1 << 20
+_THREADS = min(4, os.cpu_count() or 1)
+
+
+class FrontEnd:
+    """See the module's rules.
+
+    Args:
+      index: among the front ends; the first one has the admin service's own address, if there is one.
+      address, admin_address: the config's, with the port that was found.
+    """
+
+    def __init__(
+        self, config: ServerConfig, instance: Instance, index: int, address: Address, admin_address: Address | None
+    ) -> None:
+        self._config, self._instance, self._index = config, instance, index
+        self._address, self._admin_address = address, admin_address
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
+        self._gatekeeper = Gatekeeper(
+            None if config.token_file is None else TokenFile(config.token_file),
+            None if config.admin_token_file is None else TokenFile(config.admin_token_file),
+            admin_is_open=config.admin_is_open,
+        )
+        self._credentials = server_credentials(config)
+        self._servers: list[grpc.aio.Server] = []
+        self._announced = False
+
+    async def run(self, engine_socket: socket.socket, supervisor_socket: socket.socket) -> int:
+        """Serves until it ends; returns the process's exit code."""
+        self._supervisor = await Control.over(supervisor_socket)
+        reader, writer = await asyncio.open_connection(sock=engine_socket, limit=_STREAM_BUFFER)
+        self._engine = EngineClient(reader, writer, self._become_ready)
+        self._health = health.Health(self._engine, self._config.stall_timeout)
+        self._generate = GenerateService(
+            self._engine,
+            Admission(self._config.max_streams, self._config.max_streams_per_connection),
+            CallLimits(
+                max_prompt_tokens=self._config.max_prompt_tokens,
+                max_output_tokens=self._config.max_output_tokens,
+                max_pending=int(self._config.max_backlog_kib * 1024),
+            ),
+            self._threads,
+            self._instance.request_prefix(self._index),
+        )
+        tasks: list[asyncio.Task[float | None]] = []
+        try:
+            await self._health.update()
+            await self._listen()
+            tasks = [
+                asyncio.create_task(self._follow_engine()),
+                asyncio.create_task(self._follow_supervisor()),
+                asyncio.create_task(self._keep_house()),
+            ]
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            # The supervisor's word counts, should the engine end at the same moment.
+            seconds = next((task.result() for task in tasks if task in done and task.result() is not None), None)
+            await self._stop(_LAST_WORDS_SECONDS if seconds is None else seconds)
+            return 0 if seconds is not None else 1
+        except ConfigError as error:
+            self._supervisor.send("failed", str(error))
+            await self._stop(0)
+            return 1
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            writer.close()
+            self._supervisor.close()
+
+    # ---------------------------------------------------------------- what goes on at once
+
+    async def _follow_engine(self) -> None:
+        await self._engine.run()
+
+    async def _follow_supervisor(self) -> float | None:
+        """Returns how long answers may take to leave, when it is time to stop; None if the supervisor is gone."""
+        async for message in self._supervisor.received():
+            match message:
+                case ["stop", seconds]:
+                    return seconds
+        return None
+
+    async def _keep_house(self) -> None:
+        while True:
+            await self._health.update()
+            if not self._announced and self._engine.facts is not None:
+                self._supervisor.send("ready")
+                self._announced = True
+            self._gatekeeper.refresh()
+            now = asyncio.get_running_loop().time()
+            for call in list(self._generate.streams):
+                since = call.writing_since
+                if since is not None and now - since > self._config.reader_timeout:
+                    call.fail(SlowReaderError(f"the stream's reader took nothing for {now - since:.0f} s"))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._engine.next_change(), _TICK_SECONDS)
+
+    async def _become_ready(self, facts: EngineFacts) -> None:
+        source = facts.tokenizer_source
+        loop = asyncio.get_running_loop()
+        tokenizer = await loop.run_in_executor(
+            self._threads, Tokenizer.from_source, Path(source) if isinstance(source, str) else source
+        )
+        self._generate.model = ServedModel(
+            name=self._config.served_name or facts.name,
+            tokenizer=tokenizer,
+            limits=RequestLimits(facts.vocab_size, facts.max_model_len, facts.page_size, facts.num_pages),
+        )
+        gc.collect()
+        gc.freeze()
+
+    # ---------------------------------------------------------------- servers
+
+    async def _listen(self) -> None:
+        together = self._admin_address is None
+        await self._serve(self._address, generates=True, administers=together)
+        if self._admin_address is not None and self._index == 0:
+            await self._serve(self._admin_address, generates=False, administers=True)
+
+    async def _serve(self, address: Address, *, generates: bool, administers: bool) -> None:
+        server = grpc.aio.server(interceptors=[Guard(self._gatekeeper)], options=_options(self._config))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        names = [reflection.SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
+        if generates:
+            generate_service_pb2_grpc.add_GenerateServiceServicer_to_server(self._generate, server)
+            names.append(health.GENERATE)
+        if administers:
+            service = AdminService(self._engine, self._generate, self._instance)
+            admin_service_pb2_grpc.add_AdminServiceServicer_to_server(service, server)
+            names.append(health.ADMIN)
+        reflection.enable_server_reflection(names, server)
+        self._servers.append(server)
+        umask = os.umask(0o177) if address.path else None  # a unix socket is its owner's alone
+        try:
+            for target in address.targets():
+                if self._credentials is None:
+                    server.add_insecure_port(target)
+                else:
+                    server.add_secure_port(target, self._credentials)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {address}: {error}") from error
+        finally:
+            if umask is not None:
+                os.umask(umask)
+        await server.start()
+
+    async def _stop(self, seconds: float) -> None:
+        """Ends what still waits for the engine, and gives the rest so long to reach its readers."""
+        await self._health.update()
+        await self._health.servicer.enter_graceful_shutdown()
+        self._engine.fail_all(ServerUnavailableError("the server is shutting down"))
+        await asyncio.gather(*(server.stop(seconds) for server in self._servers))
+
+
+def _options(config: ServerConfig) -> list[tuple[str, int]]:
+    message_bytes = int(config.max_message_mib * 2**20)
+    return [
+        ("grpc.so_reuseport", 1),
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", message_bytes),
+        ("grpc.max_metadata_size", 16 * 1024),
+        # Connections of callers that have vanished are noticed within a minute, and theirs are not too noisy.
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.max_ping_strikes", 2),
+    ]

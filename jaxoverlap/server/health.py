@@ -1,0 +1,54 @@
+"""What grpc.health.v1 says of a front end.
+
+""                             liveness: the front end answers, and its engine is neither dead nor hangs
+jaxoverlap.v1.GenerateService  readiness: besides, the engine is warm and does not drain
+jaxoverlap.v1.AdminService     as liveness
+"""
+
+from __future__ import annotations
+
+import logging
+
+from grpc_health.v1 import health_pb2
+from grpc_health.v1.health import aio as health_aio
+
+from jaxoverlap.server.engine_client import EngineClient
+from jaxoverlap.v1 import admin_service_pb2, generate_service_pb2
+
+logger = logging.getLogger(__name__)
+
+GENERATE = generate_service_pb2.DESCRIPTOR.services_by_name["GenerateService"].full_name
+ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Health:
+    """Keeps the health service's answers true.
+
+    Args:
+      stall_timeout: seconds of silence of an engine that has work, after which it hangs.
+
+    Attributes:
+      servicer: for the server.
+    """
+
+    def __init__(self, engine: EngineClient, stall_timeout: float) -> None:
+        self.servicer = health_aio.HealthServicer()
+        self._engine, self._stall_timeout = engine, stall_timeout
+        self._said: dict[str, bool] = {}
+
+    async def update(self) -> None:
+        engine = self._engine
+        silent = engine.seconds_silent()
+        is_alive = engine.failure is None and silent <= self._stall_timeout
+        is_ready = is_alive and engine.facts is not None and not engine.status.draining
+        for service, serves in (("", is_alive), (ADMIN, is_alive), (GENERATE, is_ready)):
+            if self._said.get(service) != serves:
+                if service == GENERATE and service in self._said:
+                    logger.info("%s is %s", service, "SERVING" if serves else "NOT_SERVING")
+                if service == "" and not serves and engine.failure is None:
+                    logger.error("the engine has work and has made no step for %.1f s", silent)
+                self._said[service] = serves
+                await self.servicer.set(service, _SERVING if serves else _NOT_SERVING)

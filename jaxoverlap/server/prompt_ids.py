@@ -1,0 +1,28 @@
+"""The token ids of a message's prompt."""
+
+from __future__ import annotations
+
+from jaxoverlap.errors import InvalidRequestError
+from jaxoverlap.prompts import ChatPrompt
+from jaxoverlap.text.tokenizer import Tokenizer
+from jaxoverlap.v1 import generate_service_pb2 as pb
+from jaxoverlap.wire import requests
+
+
+def encode_prompt(given: pb.Generation | pb.TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    """Takes time for a long text: not for an event loop.
+
+    Raises:
+      InvalidRequestError: there is no prompt, or the tokenizer or the model's chat template refuse it.
+      UnsupportedError: a chat, for a model that has no template.
+    """
+    prompt = requests.prompt_of(given)
+    adds_special = given.HasField("add_special_tokens")
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt, add_special_tokens=given.add_special_tokens if adds_special else True)
+    if adds_special:
+        allowed = "it is for text; ids are taken as they are, and a chat's template writes its own"
+        raise InvalidRequestError("add_special_tokens", given.add_special_tokens, allowed)
+    if isinstance(prompt, ChatPrompt):
+        return tokenizer.apply_chat_template(prompt)
+    return prompt

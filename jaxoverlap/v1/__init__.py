@@ -1,0 +1,1 @@
+"""Generated from proto/jaxoverlap/v1; `.ci/proto` makes it again and compares."""
