@@ -103,9 +103,9 @@ class OperationOptions:
     log_level: Annotated[
         str | None, _operation(metavar="debug|info|warning|error", help="Of the log on standard error. Default: info.")
     ] = None
-    in_process: Annotated[
-        bool | None, _operation("--in-process", help="Everything in one process and one thread of it; for debugging.")
-    ] = None
+    in_process: Annotated[bool | None, _operation("--in-process", help="Everything in one process, for debugging.")] = (
+        None
+    )
 
 
 def serve(
