@@ -76,9 +76,7 @@ class SamplingOptions:
     ] = None
     max_tokens: Annotated[
         int | None,
-        _ending(
-            help="Tokens to generate at most. Default: 256 for generate, 1024 for chat; what fits the context for batch."
-        ),
+        _ending(help="Tokens to generate at most. Default: 256 for generate, 1024 for chat, all that fits for batch."),
     ] = None
     min_tokens: Annotated[
         int | None, _ending(help="Before so many tokens nothing but a limit ends the answer. Default: 0.")
