@@ -9,9 +9,8 @@ from threading import Timer
 
 import pytest
 
-from jaxoverlap import LLM, EngineError, FinishReason, InvalidRequestError, SamplingParams
+from jaxoverlap import LLM, EngineError, FinishReason, InvalidRequestError, SamplingParams, StructuredOutput
 from jaxoverlap import llm as llm_module
-from jaxoverlap.sampling_params import StructuredOutput
 from tests.cli.toy import build_engine
 
 SCHEMA = {
@@ -71,6 +70,11 @@ def test_streams_follow_it_too(llm):
 
 def test_a_stop_string_still_stops(llm):
     (output,) = llm.generate("x", params(choices=["one, two, three"], stop=", t"))
+    assert output.text == "one" and output.finish_reason == FinishReason.STOP_STRING
+
+
+def test_a_stop_string_that_completes_the_grammar_is_a_stop(llm):
+    (output,) = llm.generate("x", params(choices=["one, two"], stop=", two"))
     assert output.text == "one" and output.finish_reason == FinishReason.STOP_STRING
 
 

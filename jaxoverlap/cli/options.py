@@ -115,7 +115,7 @@ class EngineOptions:
         _engine("--deterministic", help="Bit-equal results whatever else runs, on the same device. Slower."),
     ] = None
     max_queue: Annotated[
-        int | None, _engine(help="Requests that may wait in the engine at most. Default: no limit.")
+        int | None, _engine(help="Requests that may wait in the engine at most. Default: no limit; for serve 1024.")
     ] = None
     attention: Annotated[str | None, _engine(metavar="auto|xla", help="Attention kernels. Default: auto.")] = None
     compile_cache: Annotated[

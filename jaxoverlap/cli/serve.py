@@ -115,9 +115,9 @@ class OperationOptions:
     log_format: Annotated[
         str | None, _operation(metavar="text|json", help="json: an object a line, with request ids. Default: text.")
     ] = None
-    in_process: Annotated[
-        bool | None, _operation("--in-process", help="Everything in one process and one thread of it; for debugging.")
-    ] = None
+    in_process: Annotated[bool | None, _operation("--in-process", help="Everything in one process, for debugging.")] = (
+        None
+    )
 
 
 def serve(

@@ -141,17 +141,24 @@ def test_eight_at_once_match_fully_and_end_complete(compiler, lookahead):
 
 
 @pytest.mark.parametrize("lookahead", range(5))
-def test_preempted_rows_go_on_where_they_were(compiler, alone, lookahead):
-    engine = engine_of(compiler, lookahead, num_pages=9, headroom=1)
-    requests = add_all(engine, priority=5)
-    for turn in range(60):
-        engine.step()
-        engine.loop.scheduler.check_integrity()
-        if turn % 5 == 4:
-            engine.add([9] * 40, SamplingParams(max_tokens=2, seed=0))  # more urgent
-    drain(engine)
-    assert sum(request.num_preemptions for request in requests.values() if request.constraint is not None) > 0
-    assert [outcome(requests[index]) for index in range(5)] == alone
+def test_preempted_rows_go_on_where_they_were(compiler, lookahead):
+    params = [
+        SamplingParams(structured_output=StructuredOutput(regex=f"[a-{end}0-9]{{20,}}"), max_tokens=25, seed=index)
+        for index, end in enumerate("fgh")
+    ]
+    results = []
+    for disturbed in (False, True):
+        engine = engine_of(compiler, lookahead, num_pages=9, headroom=1, max_prompt_wait=1e-6)
+        requests = [engine.add(PROMPTS[index], one, RequestOptions(priority=5)) for index, one in enumerate(params)]
+        for turn in range(60):
+            engine.step()
+            engine.loop.scheduler.check_integrity()
+            if disturbed and turn % 5 == 4:
+                engine.add([9] * 40, SamplingParams(max_tokens=2, seed=0))  # more urgent
+        drain(engine)
+        results.append([outcome(request) for request in requests])
+    assert sum(request.num_preemptions for request in requests) > 2
+    assert results[0] == results[1]
 
 
 def test_random_schemas_among_free_rows_and_random_aborts(compiler):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxoverlap.v1 import common_pb2
 from jaxoverlap.v1 import generate_service_pb2 as pb
+from tests.fakes import oracle, salt_of
 from tests.server.rig import Rig, expected, generation
 from tests.server.toy import CONTEXT
 from tests.toy_tokenizer import EOS_ID, make_tokenizer
@@ -182,6 +183,8 @@ def test_samples_of_one_prompt_come_side_by_side(rig):
         assert "".join(delta.text for delta in mine) == sequence.text
         assert [i for delta in mine for i in delta.token_ids] == list(sequence.token_ids)
         assert sequence.usage.prompt_tokens == 13
+        prompt = make_tokenizer().encode("Three of them")
+        assert list(sequence.token_ids) == oracle(prompt, 20, [EOS_ID], salt=salt_of(5, sequence.index))[0]
 
 
 def test_a_message_may_be_continued(rig):
