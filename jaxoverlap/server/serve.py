@@ -10,14 +10,17 @@ import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from jaxoverlap.engine.core_process import EngineSpec
 from jaxoverlap.errors import JaxOverlapError
 from jaxoverlap.server.address import Address, reserved
 from jaxoverlap.server.config import ServerConfig
-from jaxoverlap.server.metrics import EngineCollector, serving_metrics
 from jaxoverlap.server.parts import ENGINE_MODULE, FRONTEND_MODULE, EngineThread, FrontEndTask, ProcessPart
 from jaxoverlap.server.supervisor import Part, Supervisor
+
+if TYPE_CHECKING:
+    from jaxoverlap.server.metrics import EngineCollector
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +43,11 @@ def serve(config: ServerConfig, engine: EngineSpec, on_ready: Callable[[str, Add
         address = stack.enter_context(reserved(config.address))
         admin = config.admin_address
         admin_address = None if admin is None else stack.enter_context(reserved(admin))
-        collector = EngineCollector()
+        collector = None
         if config.metrics_port is not None:
+            from jaxoverlap.server.metrics import EngineCollector, serving_metrics  # a tenth of a second
+
+            collector = EngineCollector()
             port = stack.enter_context(serving_metrics(config.metrics_host, config.metrics_port, collector))
             logger.info("metrics at http://%s/metrics", Address(config.metrics_host, port))
         failure = asyncio.run(_run(config, engine, address, admin_address, collector, on_ready))
@@ -54,7 +60,7 @@ async def _run(
     engine: EngineSpec,
     address: Address,
     admin_address: Address | None,
-    collector: EngineCollector,
+    collector: EngineCollector | None,
     on_ready: Callable[[str, Address], None],
 ) -> str | None:
     instance = {"instance_id": uuid.uuid4().hex[:12], "started": time.monotonic(), "grace": config.grace}
@@ -92,6 +98,7 @@ async def _run(
         grace=config.grace,
         on_ready=lambda model: on_ready(model, address),
     )
-    collector.connect(supervisor.metrics)
+    if collector is not None:
+        collector.connect(supervisor.metrics)
     await supervisor.run()
     return supervisor.failure
