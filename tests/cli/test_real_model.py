@@ -34,7 +34,17 @@ def test_a_batch(start, tmp_path):
     lines = [
         item("text", "The capital of France is", temperature=0, max_tokens=8),
         {"custom_id": "chat", "body": {"messages": chat, "temperature": 0}},
-        item("best", "The capital of France is", n=2, best_of=3, logprobs=1, prompt_logprobs=0, stop=".", max_tokens=8),
+        item(
+            "best",
+            "The capital of France is",
+            n=2,
+            best_of=3,
+            logprobs=1,
+            prompt_logprobs=0,
+            stop=".",
+            max_tokens=8,
+            ignore_eos=True,
+        ),
         {"custom_id": "json", "body": {"messages": chat, "response_format": FORMAT, "temperature": 0}},
         item("bad", top_p=3),
         item("vocabulary", [10**6]),
