@@ -197,7 +197,9 @@ class FrontEnd:
         await self._health.update()
         await self._health.servicer.enter_graceful_shutdown()
         self._engine.fail_all(ServerUnavailableError("the server is shutting down"))
-        await asyncio.gather(*(server.stop(seconds) for server in self._servers))
+        stops = [asyncio.create_task(server.stop(seconds)) for server in self._servers]
+        if stops:  # bounded once more, should a call not let go
+            await asyncio.wait(stops, timeout=seconds + _LAST_WORDS_SECONDS)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:
