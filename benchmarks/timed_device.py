@@ -13,7 +13,7 @@ from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.packing import pack
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
-from jaxoverlap.scheduler.plan import RowStatus, StepPlan
+from jaxoverlap.scheduler.plan import RowStatus, StepPlan, StepResult
 
 VOCAB_SIZE = 1000
 _SPIN_SECONDS = 0.0003
@@ -24,13 +24,13 @@ class _TimedStep:
     ready_at: float
     result: np.ndarray
 
-    def read(self) -> np.ndarray:
+    def read(self) -> StepResult:
         remaining = self.ready_at - time.perf_counter()
         if remaining > _SPIN_SECONDS:
             time.sleep(remaining - _SPIN_SECONDS)
         while time.perf_counter() < self.ready_at:  # a sleep wakes up some 60 µs late, a device does not
             pass
-        return self.result
+        return StepResult(self.result)
 
 
 class TimedDevice:
@@ -43,6 +43,7 @@ class TimedDevice:
         self.pages_per_row = -(-config.limits.max_model_len // config.limits.page_size)
         self.num_outputs = np.zeros(config.max_running, dtype=np.int32)
         self.max_outputs = np.zeros(config.max_running, dtype=np.int32)
+        self.compiles_after_ready = 0
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan) -> _TimedStep:

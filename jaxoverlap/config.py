@@ -51,7 +51,7 @@ class EngineConfig:
       max_model_len: longest prompt + outputs in tokens; None is the model's own.
       max_running: requests that decode together at most; None is 32 on a CPU, 256 on a GPU.
       max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
-        2048 on a GPU.
+        2048 on a GPU; 32 and 128 for a deterministic engine.
       page_size: tokens in a KV page.
       num_pages: KV pages; None takes what `kv_memory_gib` holds.
       kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
@@ -72,6 +72,9 @@ class EngineConfig:
       prefix_cache: keep the KV of what was computed for prompts that begin with it. None is on, except for models
         whose every layer has a sliding window: there pages that fall out of it are freed instead.
       cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`.
+      deterministic: the tokens and log-probabilities of a request are bit for bit the same whatever its neighbours, its
+        chunks, the schedule, the cache and preemption, on the same device: every step has the same shape, and prompts
+        attend as decoding rows do. Slower, for prompts above all (docs/benchmarks.md).
       max_queue: requests that may wait without having run; None is no limit.
       attention: "auto" or "xla"; "triton" and "mosaic" are refused as not in this build.
       compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
@@ -100,6 +103,7 @@ class EngineConfig:
     headroom: int = 64
     prefix_cache: bool | None = None
     cache_aware_order: bool = False
+    deterministic: bool = False
     max_queue: int | None = None
     attention: Literal["auto", "xla", "triton", "mosaic"] = "auto"
     compile_cache: str | PathLike[str] | None = None
@@ -132,7 +136,8 @@ class EngineConfig:
         _check_int("headroom", self.headroom, 1, 2**24)
         for name in ("mixed_steps", "prefix_cache"):
             _check_choice(name, getattr(self, name), (True, False, None))
-        _check_choice("cache_aware_order", self.cache_aware_order, (True, False))
+        for name in ("cache_aware_order", "deterministic"):
+            _check_choice(name, getattr(self, name), (True, False))
         for name in ("decode_wait_ms", "prompt_wait_ms"):
             _check_fraction(name, getattr(self, name), math.inf)
         _check_fraction("gpu_memory_fraction", self.gpu_memory_fraction, 1.0)
@@ -175,7 +180,9 @@ class EngineConfig:
             )
         limits = RequestLimits(vocab_size, max_model_len, self.page_size, num_pages)
         preset = PRESETS[self.schedule]
-        max_batched_tokens = min(self.max_batched_tokens or (512 if on_cpu else 2048), max_model_len * max_running)
+        # Every step of a deterministic engine pays for as many prompt tokens as one may have.
+        usual_tokens = (32 if on_cpu else 128) if self.deterministic else (512 if on_cpu else 2048)
+        max_batched_tokens = min(self.max_batched_tokens or usual_tokens, max_model_len * max_running)
         return ResolvedConfig(
             scheduler=SchedulerConfig(
                 limits=limits,
@@ -193,6 +200,7 @@ class EngineConfig:
                 cache_aware_order=self.cache_aware_order,
                 window=window,
                 max_queue=self.max_queue,
+                deterministic=self.deterministic,
             ),
             schedule=self.schedule,
             lookahead=preset.lookahead if self.lookahead is None else self.lookahead,
@@ -230,7 +238,7 @@ class ResolvedConfig:
             f"KV pool: {limits.num_pages} pages of {limits.page_size} tokens = {limits.num_pages * limits.page_size} "
             f"tokens, {self.kv_bytes / 2**30:.2f} GiB; up to {self.scheduler.max_running} requests of up to "
             f"{limits.max_model_len} tokens; attention: {self.attention}; schedule: {self.schedule}, lookahead "
-            f"{self.lookahead}; prefix cache: {cache}"
+            f"{self.lookahead}; prefix cache: {cache}" + ("; deterministic" if self.scheduler.deterministic else "")
         )
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jaxoverlap.checks import check_int, check_real
+from jaxoverlap.constraint import TokenConstraint
 from jaxoverlap.errors import InvalidRequestError, JaxOverlapError
 from jaxoverlap.outputs import FinishReason, TokenScore
 from jaxoverlap.sampling_params import SamplingParams
@@ -102,7 +103,7 @@ class RequestLimits:
                 f"at most {self.max_model_len - 1} tokens leave room for one output in a context of "
                 f"{self.max_model_len}",
             )
-        return self._check_ids("prompt", prompt_ids)
+        return self.check_ids("prompt", prompt_ids)
 
     def resolve_max_tokens(self, prompt_len: int, max_tokens: int | None) -> int:
         """The output limit: what was asked, cut at the context's end; None takes all the room there is."""
@@ -118,15 +119,29 @@ class RequestLimits:
             )
         return wanted
 
+    def check_rules(self, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
+        """Refuses ids outside the vocabulary, and rules that leave nothing to choose."""
+        self.check_ids("banned_token_ids", sampling.banned_token_ids)
+        self.check_ids("logit_bias", list(sampling.logit_bias or ()))
+        if sampling.allowed_token_ids is None and len(sampling.banned_token_ids) < self.vocab_size - MAX_STOP_IDS:
+            return
+        allowed = range(self.vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
+        self.check_ids("allowed_token_ids", allowed)
+        left = set(allowed) - set(sampling.banned_token_ids)
+        if not left - set(stop_ids if sampling.min_tokens else ()):
+            rules = "banned_token_ids and min_tokens leave no id to choose" if left else "no id is left to choose"
+            raise InvalidRequestError("allowed_token_ids", list(allowed), rules)
+
     def check_stop_ids(self, stop_ids: Sequence[int]) -> tuple[int, ...]:
-        self._check_ids("stop_token_ids", stop_ids)
+        self.check_ids("stop_token_ids", stop_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             raise InvalidRequestError(
                 "stop_token_ids", f"{len(stop_ids)} ids with the model's own", f"at most {MAX_STOP_IDS} are allowed"
             )
         return tuple(stop_ids)
 
-    def _check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    def check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Some ids as int32; refuses those outside the vocabulary."""
         try:
             array = np.asarray(ids)
         except (ValueError, OverflowError):
@@ -152,6 +167,7 @@ class Request:
       stop_ids: ids that end it on the device, EOS ids included unless ignored.
       seed: the resolved seed; sample_index tells samples of one prompt apart.
       leader: the prompt's first sample, if this is another; it waits until the leader has computed the prompt.
+      constraint: what its text must follow, or None.
       priority: the lowest value is served first; among equals, who came first.
       timeout: seconds from its arrival after which it is ended; None is never.
       cache_salt: requests share cached prefixes only with those of the same salt.
@@ -173,6 +189,7 @@ class Request:
     seed: int
     sample_index: int = 0
     leader: Request | None = None
+    constraint: TokenConstraint | None = None
     priority: int = 0
     timeout: float | None = None
     cache_salt: str | None = None
@@ -199,6 +216,12 @@ class Request:
         """Seconds on the scheduler's clock."""
         return None if self.timeout is None or self.arrival_time is None else self.arrival_time + self.timeout
 
+    @property
+    def needs_prompt_scores(self) -> bool:
+        """Log-probabilities of the prompt are asked for and not all there: no part of it may come from the cache."""
+        asked = self.sampling.prompt_logprobs is not None and self.leader is None
+        return asked and len(self.prompt_scores) < len(self.prompt_ids) - 1
+
     def known_ids(self) -> np.ndarray:
         """Prompt and committed outputs, int32 [committed_len]; not to be written to."""
         if not self.output_ids:
@@ -208,6 +231,11 @@ class Request:
     @property
     def prompt_len(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def max_len(self) -> int:
+        """KV positions that it needs at the most: its last token's are never written."""
+        return len(self.prompt_ids) + self.max_tokens - 1
 
     @property
     def committed_len(self) -> int:

@@ -189,6 +189,22 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW or self.top_k == 1
 
     @property
+    def has_penalty(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    @property
+    def has_bias(self) -> bool:
+        """Some ids are more or less likely than the model would have them, or forbidden."""
+        return bool(self.logit_bias or self.banned_token_ids or self.allowed_token_ids is not None)
+
+    @property
+    def num_top_logprobs(self) -> int:
+        """Alternatives to report for each output; 0 for the output's own log-probability only, -1 for nothing."""
+        if self.logprobs is not None:
+            return self.logprobs
+        return 0 if self.best_of is not None and self.best_of > self.n else -1
+
+    @property
     def num_samples(self) -> int:
         """Samples to compute."""
         return self.best_of or self.n

@@ -1,8 +1,8 @@
 """A device whose tokens can be computed by hand, and that notices every page, position or token gone wrong.
 
-The toy model writes one number per KV slot, a hash of (token, position), and its next token is a hash of a
-position-weighted sum over *all* slots the row's page table points to. One wrong token, position, page or stale
-slot changes everything after it. `oracle` computes the same from the token ids alone, with no pages at all.
+The toy model writes one number per KV slot, made of token and position, and its next token is a hash of the
+checksum (CRC-32) over *all* slots the row's page table points to, in order. One wrong token, position, page or
+stale slot changes everything after it. `oracle` computes the same from the token ids alone, with no pages at all.
 
 `ToyRunner` does not run a step when it is launched but when its result is read (with all earlier ones, in
 order). So whatever the host changes too early, arrays of a plan or pages of a finished request, shows.
@@ -10,7 +10,9 @@ order). So whatever the host changes too early, arrays of a plan or pages of a f
 
 from __future__ import annotations
 
+import sys
 import time
+import zlib
 from collections import deque
 from collections.abc import Sequence
 
@@ -19,14 +21,13 @@ import numpy as np
 from jaxoverlap.outputs import FinishReason
 from jaxoverlap.request import MAX_STOP_IDS, Request, RequestLimits
 from jaxoverlap.sampling_params import SamplingParams
-from jaxoverlap.scheduler.plan import RowStatus, StepPlan
+from jaxoverlap.scheduler.plan import RowStatus, StepPlan, StepResult
 
 VOCAB_SIZE = 97
 MAX_LEN = 4096
 _MIX = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-_WEIGHTS = (np.arange(1, MAX_LEN + 1, dtype=np.uint64) * np.uint64(0xBF58476D1CE4E5B9)) | np.uint64(1)
-POISON = np.uint64(0xDEADDEADDEADDEAD)
+POISON = 0xDEADDEAD
 
 
 def _mix(value: int) -> int:
@@ -35,7 +36,8 @@ def _mix(value: int) -> int:
 
 
 def _kv(token: int, position: int) -> int:
-    return _mix((token + 1) * 1_000_003 + position)
+    """What a slot holds: 32 bits, and never the same for another token or position."""
+    return (token + 12) * MAX_LEN + position
 
 
 def _next_token(checksum: int, position: int, salt: int) -> int:
@@ -51,22 +53,25 @@ def oracle(
     window: int | None = None,
 ) -> tuple[list[int], FinishReason]:
     """The outputs and finish reason of a request that is alone, serial, and has no pages."""
-    terms = [_kv(t, p) * int(_WEIGHTS[p]) for p, t in enumerate(prompt)]
-    checksum = sum(terms[-(window or 0) :])
+    slots = np.array([_kv(token, position) for position, token in enumerate(prompt)], dtype=np.uint32).tobytes()
+    first = 0 if window is None else 4 * max(0, len(prompt) - window)
+    checksum = zlib.crc32(slots[first:])
     position = len(prompt)
     outputs: list[int] = []
     while True:
-        token = _next_token(checksum & _MASK, position, salt)
+        token = _next_token(checksum, position, salt)
         outputs.append(token)
         if token in stop_ids:
             return outputs, FinishReason.STOP_TOKEN if token in user_stop_ids else FinishReason.EOS
         if len(outputs) == max_tokens:
             return outputs, FinishReason.LENGTH
-        terms.append(_kv(token, position) * int(_WEIGHTS[position]))
-        checksum += terms[-1]
+        slot = _kv(token, position).to_bytes(4, sys.byteorder)
         position += 1
-        if window is not None and position > window:
-            checksum -= terms[position - window - 1]
+        if window is None:
+            checksum = zlib.crc32(slot, checksum)
+        else:
+            slots += slot
+            checksum = zlib.crc32(slots[4 * max(0, position - window) :])
 
 
 def salt_of(seed: int, sample_index: int = 0) -> int:
@@ -76,9 +81,17 @@ def salt_of(seed: int, sample_index: int = 0) -> int:
 class _ToyStep:
     def __init__(self, runner: ToyRunner, plan: StepPlan) -> None:
         self.runner, self.plan, self.result, self.ready_at = runner, plan, None, 0.0
+        self.allowed: list[np.ndarray | None] = [None] * len(plan.rows)
+        self.may_run = not plan.is_constrained
 
-    def read(self) -> np.ndarray:
-        return self.runner.finish(self)
+    def sample(self, allowed: np.ndarray) -> None:
+        """Of each row the ids that may come, lowest first."""
+        bits = np.unpackbits(allowed.view(np.uint8), axis=1, count=VOCAB_SIZE, bitorder="little")
+        self.allowed = [np.flatnonzero(row) for row in bits]
+        self.may_run = True
+
+    def read(self) -> StepResult:
+        return StepResult(self.runner.finish(self))
 
 
 class ToyRunner:
@@ -97,20 +110,20 @@ class ToyRunner:
         window: int | None = None,
     ) -> None:
         self.limits, self.step_seconds, self.salted, self.window = limits, step_seconds, salted, window
-        size = limits.page_size
-        self._offsets = np.arange(size)
-        self.kv = np.full(limits.num_pages * size, POISON, dtype=np.uint64)
-        columns = -(-limits.max_model_len // size)
-        self.page_table = np.full((max_running, columns), limits.num_pages, dtype=np.int64)
-        self.last_token = np.zeros(max_running, dtype=np.int64)
-        self.seq_len = np.zeros(max_running, dtype=np.int64)
-        self.num_outputs = np.zeros(max_running, dtype=np.int64)
-        self.max_outputs = np.zeros(max_running, dtype=np.int64)
-        self.salt = np.zeros(max_running, dtype=np.int64)
-        self.stop_ids = np.full((max_running, MAX_STOP_IDS), -1, dtype=np.int64)
-        self.finished = np.ones(max_running, dtype=bool)
+        self.kv = np.full((limits.num_pages, limits.page_size), POISON, dtype=np.uint32)
+        columns = -(-limits.max_model_len // limits.page_size)
+        self.page_table = np.full((max_running, columns), limits.num_pages, dtype=np.intp)
+        # Read and written one by one, where lists are quicker than arrays.
+        self.last_token = [0] * max_running
+        self.seq_len = [0] * max_running
+        self.num_outputs = [0] * max_running
+        self.max_outputs = [0] * max_running
+        self.salt = [0] * max_running
+        self.stop_ids: list[tuple[int, ...]] = [()] * max_running
+        self.finished = [True] * max_running
         self.launched: deque[_ToyStep] = deque()
         self.num_launches = 0
+        self.compiles_after_ready = 0
         self.row_steps: dict[int, int] = {}
         """Decode steps launched per request id."""
         self._device_free_at = 0.0
@@ -133,64 +146,70 @@ class ToyRunner:
         """Runs everything launched: a device that is faster than its reader."""
         while self.launched:
             oldest = self.launched.popleft()
-            oldest.result = self._run(oldest.plan)
+            oldest.result = self._run(oldest)
 
     def finish(self, step: _ToyStep) -> np.ndarray:
         while step.result is None:
             oldest = self.launched.popleft()
-            oldest.result = self._run(oldest.plan)
+            oldest.result = self._run(oldest)
         remaining = step.ready_at - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
         return step.result
 
-    def _run(self, plan: StepPlan) -> np.ndarray:
-        results = [self._run_chunk(chunk) for chunk in plan.chunks]
+    def _run(self, step: _ToyStep) -> np.ndarray:
+        plan, allowed = step.plan, step.allowed
+        assert step.may_run, "only the first half of the step was launched"
+        results = [self._run_chunk(chunk, ids) for chunk, ids in zip(plan.chunks, allowed, strict=False)]
+        decoding = zip(plan.decode_rows.tolist(), plan.decode_new_pages.tolist(), strict=True)
         results += [
-            self._run_decode(row, page)
-            for row, page in zip(plan.decode_rows.tolist(), plan.decode_new_pages.tolist(), strict=True)
+            self._run_decode(row, page, ids)
+            for (row, page), ids in zip(decoding, allowed[len(plan.chunks) :], strict=True)
         ]
-        return np.array(results, dtype=np.int32).reshape(len(plan.rows), 2)
+        return np.array([(token, int(status)) for token, status in results], dtype=np.int32).reshape(-1, 2)
 
-    def _run_chunk(self, chunk) -> tuple[int, int]:
+    def _run_chunk(self, chunk, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
         row = chunk.row
         request: Request = chunk.request
         self.page_table[row] = self.limits.num_pages
         self.page_table[row, : len(chunk.page_table)] = chunk.page_table
         self.num_outputs[row], self.max_outputs[row] = chunk.num_outputs, request.max_tokens
         self.salt[row] = salt_of(request.seed, request.sample_index) if self.salted else 0
-        self.stop_ids[row] = -1
-        self.stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+        assert len(request.stop_ids) <= MAX_STOP_IDS
+        self.stop_ids[row] = request.stop_ids
         self.finished[row] = False
-        for offset, token in enumerate(chunk.token_ids.tolist()):
-            self._write(row, chunk.start + offset, token)
+        for position, token in enumerate(chunk.token_ids.tolist(), chunk.start):
+            self._write(row, position, token)
         self.seq_len[row] = chunk.end
-        return self._sample(row) if chunk.publishes else (-1, RowStatus.VOID)
+        return self._sample(row, allowed) if chunk.publishes else (-1, RowStatus.VOID)
 
-    def _run_decode(self, row: int, new_page: int) -> tuple[int, int]:
+    def _run_decode(self, row: int, new_page: int, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
         if self.finished[row]:
             return -1, RowStatus.VOID
-        position = int(self.seq_len[row])
+        position = self.seq_len[row]
         if new_page != self.limits.num_pages:
             self.page_table[row, position // self.limits.page_size] = new_page
-        self._write(row, position, int(self.last_token[row]))
+        self._write(row, position, self.last_token[row])
         self.seq_len[row] += 1
-        return self._sample(row)
+        return self._sample(row, allowed)
 
     def _write(self, row: int, position: int, token: int) -> None:
         size = self.limits.page_size
         page = self.page_table[row, position // size]
         assert page < self.limits.num_pages, f"row {row}: position {position} has no page"
-        self.kv[page * size + position % size] = _kv(token, position)
+        self.kv[page, position % size] = _kv(token, position)
 
-    def _sample(self, row: int) -> tuple[int, int]:
-        length, size = int(self.seq_len[row]), self.limits.page_size
+    def _sample(self, row: int, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
+        length, size = self.seq_len[row], self.limits.page_size
         first = 0 if self.window is None else max(0, length - self.window)
         pages = self.page_table[row, first // size : -(-length // size)]
-        slots = pages if size == 1 else (pages[:, None] * size + self._offsets).reshape(-1)
-        slots = slots[first % size : first % size + length - first]
-        checksum = int((self.kv[slots] * _WEIGHTS[first:length]).sum(dtype=np.uint64))
-        token = _next_token(checksum, length, int(self.salt[row]))
+        slots = self.kv[pages].reshape(-1)[first % size : first % size + length - first]
+        token = _next_token(zlib.crc32(slots), length, self.salt[row])
+        if allowed is not None and len(allowed) < VOCAB_SIZE:
+            if len(allowed) == 0:
+                self.finished[row] = True
+                return -1, RowStatus.NO_TOKEN
+            token = int(allowed[token % len(allowed)])
         self.last_token[row] = token
         self.num_outputs[row] += 1
         if token in self.stop_ids[row]:
@@ -202,8 +221,7 @@ class ToyRunner:
 
     def poison(self, pages: np.ndarray) -> None:
         """What a page holds once nobody owns it."""
-        size = self.limits.page_size
-        self.kv[(pages.astype(np.int64)[:, None] * size + np.arange(size)).reshape(-1)] = POISON
+        self.kv[pages] = POISON
 
 
 def toy_sampling(**changes) -> SamplingParams:

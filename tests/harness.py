@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +14,7 @@ from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestLimits, RequestO
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import StepOutput, StepPlan
-from tests.fakes import VOCAB_SIZE, ToyRunner, oracle
+from tests.fakes import VOCAB_SIZE, ToyRunner, oracle, salt_of
 
 EOS_IDS = (5, 17)
 
@@ -61,7 +62,7 @@ class Harness:
         )
         self.scheduler = self.engine.loop.scheduler
         if self.row_order_seed is not None:
-            np.random.default_rng(self.row_order_seed).shuffle(self.scheduler.state.rows.free_rows)
+            random.Random(self.row_order_seed).shuffle(self.scheduler.state.rows.free_rows)
         free, launch = self.scheduler.state.memory.pool.free, self.runner.launch
 
         def free_and_poison(pages: np.ndarray) -> None:
@@ -112,6 +113,10 @@ class Harness:
         assert request.row is not None and not self.scheduler.state.rows.leaving[request.row]
         self.scheduler.state.leave(request)
 
+    def steps_in_flight(self, row: int) -> int:
+        """Launched and uncommitted steps that name a row."""
+        return sum(row in pending.plan.rows for pending in self.engine.loop.in_flight)
+
     def drain(self) -> None:
         """Commits what is in flight and retires, without planning anything new."""
         while self.engine.loop.in_flight:
@@ -143,10 +148,11 @@ class Harness:
             request.max_tokens,
             request.stop_ids,
             tuple(sampling.stop_token_ids),
-            salt=request.seed % 1009,
+            salt=salt_of(request.seed, request.sample_index),
             window=self.settings.get("window"),
         )
-        if request.finish_reason == FinishReason.ABORTED or isinstance(request.error, DeadlineError):
+        cut_short = request.finish_reason in (FinishReason.ABORTED, FinishReason.STOP_STRING)
+        if cut_short or isinstance(request.error, DeadlineError):
             assert request.output_ids == expected[: len(request.output_ids)]
         else:
             assert (request.output_ids, request.finish_reason) == (expected, reason), request

@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import random
 import time
 from collections import deque
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from jaxoverlap.errors import InvalidRequestError, QueueFullError
 from jaxoverlap.request import RequestOptions
@@ -40,81 +39,83 @@ class Script:
         return "\n".join([*lines, *(json.dumps(event) for event in self.events)])
 
 
-def random_settings(rng: np.random.Generator) -> dict[str, Any]:
+def random_settings(rng: random.Random) -> dict[str, Any]:
     """A pool from one request's worth to ample, and everything else over its range."""
-    page_size = int(rng.choice([1, 2, 4, 16, 64]))
-    max_model_len = int(rng.integers(2, 120))
+    page_size = rng.choice([1, 2, 4, 16, 64])
+    max_model_len = rng.randrange(2, 120)
     one_request = -(-(max_model_len - 1) // page_size)
-    mixed, lookahead = bool(rng.random() < 0.6), int(rng.choice([0, 1, 1, 2, 3, 4]))
-    window = int(rng.integers(1, 60)) if rng.random() < 0.1 else None
+    window = rng.randrange(1, 60) if rng.random() < 0.1 else None
     finer: dict[str, Any] = {
-        "mixed_steps": mixed,
-        "max_mixed_tokens": int(rng.choice([1, 3, 16, 64])),
-        "context_per_token": float(rng.choice([5.0, 50.0])) if rng.random() < 0.3 else None,
-        "max_prefill_streak": None if rng.random() < 0.5 else int(rng.integers(1, 4)),
-        "max_decode_wait": float(rng.choice([0.0, 0.01, 0.3])),
-        "max_prompt_wait": float(rng.choice([0.02, 0.2, 2.0, 1e9])),
-        "headroom": int(rng.choice([1, 4, 16, 64])),
-        "prefix_cache": window is None and bool(rng.random() < 0.8),
-        "cache_aware_order": bool(rng.random() < 0.3),
+        "mixed_steps": rng.random() < 0.6,
+        "max_mixed_tokens": rng.choice([1, 3, 16, 64]),
+        "context_per_token": rng.choice([5.0, 50.0]) if rng.random() < 0.3 else None,
+        "max_prefill_streak": None if rng.random() < 0.5 else rng.randrange(1, 4),
+        "max_decode_wait": rng.choice([0.0, 0.01, 0.3]),
+        "max_prompt_wait": rng.choice([0.02, 0.2, 2.0, 1e9]),
+        "headroom": rng.choice([1, 4, 16, 64]),
+        "prefix_cache": window is None and rng.random() < 0.8,
+        "cache_aware_order": rng.random() < 0.3,
         "window": window,
-        "max_queue": int(rng.integers(1, 9)) if rng.random() < 0.2 else None,
-        "stuck_after": float(rng.choice([3.0, 60.0])),  # must never come to pass, in either case
+        "max_queue": rng.randrange(1, 9) if rng.random() < 0.2 else None,
+        "stuck_after": rng.choice([3.0, 60.0]),  # must never come to pass, in either case
     }
     return {
         "page_size": page_size,
-        "num_pages": int(one_request * rng.choice([1, 1, 1.5, 2, 4, 20])) + int(rng.integers(0, 3)),
+        "num_pages": int(one_request * rng.choice([1, 1, 1.5, 2, 4, 20])) + rng.randrange(3),
         "max_model_len": max_model_len,
-        "max_running": int(rng.choice([1, 2, 3, 8, 16])),
-        "max_batched_tokens": int(rng.choice([1, 2, 7, 16, 64, 200])),
-        "max_prefill_rows": int(rng.choice([1, 2, 16])),
-        "lookahead": lookahead,
-        "row_order_seed": int(rng.integers(1 << 30)),
+        "max_running": rng.choice([1, 2, 3, 8, 16]),
+        "max_batched_tokens": rng.choice([1, 2, 7, 16, 64, 200]),
+        "max_prefill_rows": rng.choice([1, 2, 16]),
+        "lookahead": rng.choice([0, 1, 1, 2, 3, 4]),
+        "row_order_seed": rng.getrandbits(30),
         "settings": finer,
     }
 
 
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return rng.choices(range(VOCAB_SIZE), k=count)
+
+
 def script_of(seed: int) -> Script:
-    rng = np.random.default_rng(seed)
+    rng = random.Random(seed)
     settings = random_settings(rng)
     # Integrity after every turn costs as much as the turn: all of it in one life of eight, at the end in the others.
-    settings["check_every_turn"] = bool(rng.random() < 0.125)
+    settings["check_every_turn"] = rng.random() < 0.125
     longest = settings["max_model_len"] - 1
-    prefixes = [rng.integers(0, VOCAB_SIZE, int(rng.integers(1, longest + 1))).tolist() for _ in range(3)]
-    busy, abort_rate = float(rng.choice([0.05, 0.3, 1.0])), float(rng.choice([0.0, 0.02, 0.2]))
-    shared, timed = float(rng.choice([0.0, 0.5, 0.95])), float(rng.choice([0.0, 0.2]))
-    priorities, salts = int(rng.choice([1, 1, 3])), [None, None, "a", "b"]
+    prefixes = [random_tokens(rng, rng.randint(1, longest)) for _ in range(3)]
+    busy, abort_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.0, 0.02, 0.2])
+    shared, timed = rng.choice([0.0, 0.5, 0.95]), rng.choice([0.0, 0.2])
+    priorities, salts = rng.choice([1, 1, 3]), [None, None, "a", "b"]
     events: list[Event] = []
-    submitted, most = 0, int(rng.integers(1, 40))
+    submitted, most = 0, rng.randrange(1, 40)
     # Short lives: what breaks an engine is variety, not length.
-    for _ in range(int(rng.integers(20, 200))):
+    for _ in range(rng.randrange(20, 200)):
         while rng.random() < busy and submitted < most:
-            prompt = rng.integers(
-                0, VOCAB_SIZE, int(rng.integers(1, rng.choice([min(4, longest), longest]) + 1))
-            ).tolist()
+            prompt = random_tokens(rng, rng.randint(1, rng.choice([min(4, longest), longest])))
             if rng.random() < shared:
-                prefix = prefixes[int(rng.integers(3))]
-                prompt = (prefix[: int(rng.integers(len(prefix) + 1))] + prompt)[:longest]
+                prefix = rng.choice(prefixes)
+                own = prompt if rng.random() < 0.7 else []  # else it may be cached to its last token
+                prompt = (prefix[: rng.randint(1, len(prefix))] + own)[:longest]
             sampling = {
-                "max_tokens": None if rng.random() < 0.2 else int(rng.integers(1, settings["max_model_len"] + 10)),
-                "stop_token_ids": rng.integers(0, VOCAB_SIZE, int(rng.integers(0, 4))).tolist(),
-                "ignore_eos": bool(rng.random() < 0.5),
-                "seed": int(rng.integers(3)) if rng.random() < shared else int(rng.integers(1 << 62)),
+                "max_tokens": None if rng.random() < 0.2 else rng.randrange(1, settings["max_model_len"] + 10),
+                "stop_token_ids": random_tokens(rng, rng.randrange(4)),
+                "ignore_eos": rng.random() < 0.5,
+                "seed": rng.randrange(3) if rng.random() < shared else rng.getrandbits(62),
             }
             options = {
-                "priority": int(rng.integers(priorities)),
-                "timeout": float(rng.choice([0.001, 0.05, 1.0])) if rng.random() < timed else None,
-                "cache_salt": salts[int(rng.integers(4))] if settings["row_order_seed"] % 3 == 0 else None,
+                "priority": rng.randrange(priorities),
+                "timeout": rng.choice([0.001, 0.05, 1.0]) if rng.random() < timed else None,
+                "cache_salt": rng.choice(salts) if settings["row_order_seed"] % 3 == 0 else None,
             }
             events.append(("submit", prompt, sampling, options))
             submitted += 1
             if rng.random() < 0.5:
                 break
         if submitted and rng.random() < abort_rate:
-            events.append(("abort", int(rng.integers(submitted))))
+            events.append(("abort", rng.randrange(submitted)))
         if rng.random() < 0.01:
             events.append(("flush",))
-        events.append(("turn", float(rng.choice([0.0, 0.001, 0.02, 0.3])), bool(rng.random() < 0.3)))
+        events.append(("turn", rng.choice([0.0, 0.001, 0.02, 0.3]), rng.random() < 0.3))
     return Script(seed, settings, tuple(events))
 
 

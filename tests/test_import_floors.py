@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxoverlap"
 
 FLOOR = {
-    "errors": -3, "v1": -3, "checks": -2, "prompts": -2, "sampling_params": -1, "outputs": -1, "request": 0,
+    "errors": -3, "v1": -3, "checks": -2, "prompts": -2, "sampling_params": -1, "outputs": -1,
+    "constraint": 0, "request": 0,
     "config": 1, "observe": 0,
     "cache": 1, "scheduler": 1, "model": 1, "wire": 1,
     "runtime": 2, "text": 2,
@@ -31,6 +32,7 @@ NO_JAX = {
     "client",
     "sampling_params",
     "outputs",
+    "constraint",
     "request",
     "config",
     "observe",
@@ -39,7 +41,7 @@ NO_JAX = {
     "text",
     "server",
 }
-SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler"), ("prompts", "checks")}
+SIDEWAYS = {("scheduler", "cache"), ("config", "scheduler"), ("prompts", "checks"), ("request", "constraint")}
 """Allowed between different parts of one floor."""
 
 

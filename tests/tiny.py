@@ -55,22 +55,25 @@ def scheduler_config(**changes: Any) -> SchedulerConfig:
 
 
 @functools.cache
-def _executables(config: SchedulerConfig, model: ModelConfig) -> dict:
-    runner = DeviceRunner(model, weights(), config, dtype=jnp.float32)
-    runner.warm_up()
-    return runner._executables
+def _compiled(config: SchedulerConfig, model: ModelConfig) -> dict:
+    """Filled as tests need it."""
+    return {}
 
 
-def make_runner(model: ModelConfig = CONFIG, **changes: Any) -> DeviceRunner:
+def make_runner(model: ModelConfig = CONFIG, *, warm: bool = False, **changes: Any) -> DeviceRunner:
+    """Compiles what a test needs, unless other tests have; `warm` compiles all of it first, as the engine does."""
     config = scheduler_config(**changes)
     runner = DeviceRunner(model, weights(), config, dtype=jnp.float32)
-    runner._executables = dict(_executables(config, model))
-    runner._ready = True
+    runner.executables._compiled = _compiled(config, model)
+    if warm:
+        runner.warm_up()
     return runner
 
 
-def make_engine(lookahead: int = 1, model: ModelConfig = CONFIG, **changes: Any) -> tuple[Engine, DeviceRunner]:
-    runner = make_runner(model, **changes)
+def make_engine(
+    lookahead: int = 1, model: ModelConfig = CONFIG, *, warm: bool = False, **changes: Any
+) -> tuple[Engine, DeviceRunner]:
+    runner = make_runner(model, warm=warm, **changes)
     engine = Engine(scheduler_config(**changes), runner, lookahead=lookahead, eos_token_ids=(EOS_ID,))
     return engine, runner
 

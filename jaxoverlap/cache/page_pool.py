@@ -33,9 +33,10 @@ class PagePool:
         """Takes pages back. Raises ValueError when one is not owned, or is named twice."""
         if len(pages) == 0:
             return
-        if pages.min() < 0 or pages.max() >= self.num_pages:
+        distinct = set(pages.tolist())
+        if min(distinct) < 0 or max(distinct) >= self.num_pages:
             raise ValueError(f"pages outside 0 … {self.num_pages - 1} freed: {pages}")
-        if self._is_free[pages].any() or len(set(pages.tolist())) != len(pages):
+        if len(distinct) != len(pages) or np.count_nonzero(self._is_free[pages]):
             raise ValueError(f"pages freed twice: {pages}")
         self._is_free[pages] = True
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
@@ -46,5 +47,5 @@ class PagePool:
         free = self._stack[: self.num_free]
         whole = np.concatenate([free, owned])
         assert len(whole) == self.num_pages, f"{len(free)} free + {len(owned)} owned != {self.num_pages} pages"
-        assert len(np.unique(whole)) == self.num_pages, "a page has two owners"
+        assert len(set(whole.tolist())) == self.num_pages, "a page has two owners"
         assert self._is_free[free].all(), "the free list and the free flags disagree"

@@ -6,43 +6,53 @@ found only by *all* the tokens up to its end: nothing is hashed down to somethin
     root ── "You are a helpf" ── "ul assistant. U" ── "ser: hi"…        page 3, 9, 4
                                           └────────── "ser: what"…      page 7
 
-Because a node is one page, nothing is ever split: a match always ends on a node.
+Because a node is one page, nothing is ever split: a match always ends on a node. One dict holds the tree: a node
+is found by what stands for all the tokens before it, and its own.
 
 Rules:
 
 * `holds` of a node counts the rows that end there and its children that are locked. A node is *locked* while
   it is above 0; so a locked node's ancestors are locked, and an unlocked node's descendants are not.
-* Only leaves are evicted, only unlocked ones, the least recently used first. Every unlocked page can be had by
-  evicting leaf after leaf, so `num_evictable` counts them all.
-* Requests with different salts have different roots and share nothing.
+* Unlocked nodes stand in a queue in the order in which they were let go of, each behind its descendants. So the
+  first of them is a leaf, and the one that was not used for longest: eviction takes the first, and nothing else.
+* Requests with different salts have different roots and share nothing. A root has no page and is never locked.
 
 Sources: RadixAttention (Zheng et al. 2023, arXiv:2312.07104) for the tree and its LRU leaves; vLLM's automatic
-prefix caching for whole pages as the unit and for the salt.
+prefix caching for whole pages as the unit, found by what is before them, and for the salt.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 
 import numpy as np
+
+Prefix = int | str | None
+"""Stands for all tokens up to a node's end: a number of its own; for a root, the salt."""
 
 
 class CacheNode:
     """One cached page. `depth` pages lead here, itself included; a root has depth 0 and no page."""
 
-    __slots__ = ("children", "depth", "holds", "key", "last_used", "page", "parent", "salt")
+    __slots__ = ("depth", "holds", "key", "page", "parent", "prefix", "salt")
 
-    def __init__(self, parent: CacheNode | None, key: bytes, page: int, salt: str | None) -> None:
-        self.parent = parent
-        self.key = key
-        self.salt = salt
+    def __init__(self, parent: CacheNode, tokens: bytes, page: int, number: int) -> None:
+        self.parent: CacheNode | None = parent
+        self.key: tuple[Prefix, bytes] = (parent.prefix, tokens)
+        self.prefix: Prefix = number
         self.page = page
-        self.depth: int = 0 if parent is None else parent.depth + 1
-        self.children: dict[bytes, CacheNode] = {}
+        self.depth: int = parent.depth + 1
+        self.salt: str | None = parent.salt
         self.holds = 0
-        self.last_used = 0
+
+    @classmethod
+    def root(cls, salt: str | None) -> CacheNode:
+        node = cls.__new__(cls)
+        node.parent, node.key, node.prefix, node.salt = None, (salt, b""), salt, salt
+        node.page, node.depth, node.holds = -1, 0, 0
+        return node
 
 
 class PrefixCache:
@@ -50,26 +60,36 @@ class PrefixCache:
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
-        self.num_pages = 0
-        self.num_locked = 0
-        self._roots: dict[str | None, CacheNode] = {}
-        self._leaves: list[tuple[int, int, CacheNode]] = []  # a heap; entries may be out of date
-        self._clock = itertools.count(1)
-        self._serial = itertools.count()
+        self._nodes: dict[tuple[Prefix, bytes], CacheNode] = {}
+        self._unlocked: OrderedDict[CacheNode, None] = OrderedDict()
+        self._numbers = itertools.count()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._nodes)
 
     @property
     def num_evictable(self) -> int:
-        return self.num_pages - self.num_locked
+        return len(self._unlocked)
+
+    @property
+    def num_locked(self) -> int:
+        return len(self._nodes) - len(self._unlocked)
 
     def match(self, tokens: np.ndarray, salt: str | None) -> CacheNode:
         """The deepest node whose pages hold a prefix of `tokens`, int32 [n]; a root if nothing is cached."""
-        node = self._roots.get(salt) or CacheNode(None, b"", -1, salt)
+        node: CacheNode | None = None
+        prefix: Prefix = salt
         for key in self.keys(tokens, 0):
-            child = node.children.get(key)
+            child = self._nodes.get((prefix, key))
             if child is None:
                 break
-            node = child
-        return node
+            node, prefix = child, child.prefix
+        return node or CacheNode.root(salt)
+
+    def child(self, node: CacheNode, key: bytes) -> CacheNode | None:
+        """Where one more page of tokens is cached."""
+        return self._nodes.get((node.prefix, key))
 
     def keys(self, tokens: np.ndarray, first_page: int) -> Iterator[bytes]:
         """The keys of the whole pages of `tokens` from `first_page` on."""
@@ -79,57 +99,49 @@ class PrefixCache:
 
     def path(self, node: CacheNode) -> np.ndarray:
         """The pages from the root to `node`, int32 [depth]."""
-        pages = np.empty(node.depth, dtype=np.int32)
+        pages = []
         while node.parent is not None:
-            pages[node.depth - 1] = node.page
+            pages.append(node.page)
             node = node.parent
-        return pages
+        return np.array(pages[::-1], dtype=np.int32)
 
-    def extend(self, node: CacheNode, key: bytes, page: int) -> tuple[CacheNode, bool]:
-        """The child of a locked node for one more page of tokens.
+    def lock(self, node: CacheNode) -> None:
+        """One more row ends at `node`: it and its ancestors stay."""
+        while node.parent is not None:
+            node.holds += 1
+            if node.holds > 1:
+                return
+            del self._unlocked[node]
+            node = node.parent
+
+    def unlock(self, node: CacheNode) -> None:
+        """The opposite of `lock`. What nobody holds any more was used now."""
+        while node.parent is not None:
+            assert node.holds > 0, "unlocked more often than locked"
+            node.holds -= 1
+            if node.holds > 0:
+                return
+            self._unlocked[node] = None
+            node = node.parent
+
+    def advance(self, node: CacheNode, key: bytes, page: int) -> tuple[CacheNode, bool]:
+        """Moves a row's lock from `node` to the child for one more page of tokens.
 
         Returns the child, and whether `page` is now the cache's. It is not where the same tokens are cached
         already: then the caller keeps its copy.
         """
-        assert node.holds > 0, "only a locked node can grow, or the new page might hang in the air"
-        child = node.children.get(key)
-        if child is not None:
-            return child, False
-        child = node.children[key] = CacheNode(node, key, page, node.salt)
-        child.last_used = next(self._clock)
-        self.num_pages += 1
-        self._offer(child)
-        return child, True
-
-    def lock(self, node: CacheNode) -> None:
-        """One more row ends at `node`: it and its ancestors stay."""
-        at: CacheNode | None = node
-        while at is not None:
-            at.holds += 1
-            if at.holds > 1:
-                return
-            if at.parent is not None:
-                self.num_locked += 1
-            else:
-                assert self._roots.setdefault(at.salt, at) is at, "two roots for one salt"
-            at = at.parent
-
-    def unlock(self, node: CacheNode) -> None:
-        """The opposite of `lock`. What nobody holds any more was used now."""
-        at: CacheNode | None = node
-        now = next(self._clock)
-        while at is not None:
-            assert at.holds > 0, "unlocked more often than locked"
-            at.holds -= 1
-            if at.holds > 0:
-                return
-            at.last_used = now
-            if at.parent is None:
-                self._forget_empty_root(at)
-            else:
-                self.num_locked -= 1
-                self._offer(at)
-            at = at.parent
+        assert node.holds > 0 or node.parent is None, "only a locked node can grow, or the page might hang in the air"
+        child = self.child(node, key)
+        taken = child is None
+        if child is None:
+            child = CacheNode(node, key, page, next(self._numbers))
+            self._nodes[child.key] = child
+        elif not child.holds:
+            del self._unlocked[child]
+        if child.holds and node.parent is not None:
+            node.holds -= 1  # else the row's hold on the node becomes the child's
+        child.holds += 1
+        return child, taken
 
     def releasable(self, node: CacheNode) -> int:
         """Pages that would become evictable if one row let go of `node`."""
@@ -149,60 +161,44 @@ class PrefixCache:
         if count > self.num_evictable:
             raise MemoryError(f"{count} cached pages asked for, {self.num_evictable} are evictable")
         pages = np.empty(count, dtype=np.int32)
-        taken = 0
-        while taken < count:
-            last_used, _, node = heapq.heappop(self._leaves)
-            if node.holds or node.children or node.last_used != last_used or node.page < 0:
-                continue
-            pages[taken] = node.page
-            taken += 1
-            self._remove(node)
+        for index in range(count):
+            node, _ = self._unlocked.popitem(last=False)
+            del self._nodes[node.key]
+            pages[index] = node.page
         return pages
 
-    def _remove(self, node: CacheNode) -> None:
-        parent = node.parent
-        assert parent is not None
-        del parent.children[node.key]
-        node.page = -1  # marks older entries of the heap
-        self.num_pages -= 1
-        if parent.parent is None:
-            self._forget_empty_root(parent)
-        else:
-            self._offer(parent)
-
-    def _offer(self, node: CacheNode) -> None:
-        """A node that may be evicted from now on enters the heap; `take_evicted` looks again."""
-        if not node.holds and not node.children:
-            heapq.heappush(self._leaves, (node.last_used, next(self._serial), node))
-            if len(self._leaves) > 4 * self.num_pages + 64:  # mostly out of date: pay for the rebuild once in a while
-                current = (n for n in self.nodes() if not n.holds and not n.children)
-                self._leaves = [(n.last_used, next(self._serial), n) for n in current]
-                heapq.heapify(self._leaves)
-
-    def _forget_empty_root(self, root: CacheNode) -> None:
-        """Salts may be as many as requests."""
-        if not root.holds and not root.children:
-            self._roots.pop(root.salt, None)
-
     def nodes(self) -> Iterator[CacheNode]:
-        stack = list(self._roots.values())
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            if node.parent is not None:
-                yield node
+        """All of them, parents first."""
+        return iter(self._nodes.values())
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a count or a lock is wrong; visits every node."""
-        pages = locked = 0
-        offered = {id(node) for used, _, node in self._leaves if node.last_used == used}
-        for node in self.nodes():
-            pages += 1
-            locked += node.holds > 0
-            assert node.parent is not None and node.parent.children[node.key] is node, "a node that hangs in the air"
-            assert node.depth == node.parent.depth + 1 and node.page >= 0
-            assert node.holds >= sum(child.holds > 0 for child in node.children.values()), "a child locked for nothing"
-            assert not node.holds or node.parent.holds, "a locked node below an unlocked one"
-            assert node.holds or node.children or id(node) in offered, "a leaf that can't be evicted"
-        assert (pages, locked) == (self.num_pages, self.num_locked), "cached or locked pages miscounted"
-        assert all(root.holds or root.children for root in self._roots.values()), "an empty root was kept"
+    def unlocked(self) -> Iterator[CacheNode]:
+        """In the order in which they would be evicted."""
+        return iter(self._unlocked)
+
+    def check_integrity(self, readers: Mapping[CacheNode, int] | None = None) -> None:
+        """Raises AssertionError when a node, a lock or the order is wrong; visits every node.
+
+        Args:
+          readers: how many rows end at each node, if it is known: then there is no other lock.
+        """
+        place = {node: index for index, node in enumerate(self._unlocked)}
+        holds, num_unlocked = dict(readers or {}), 0
+        for key, node in self._nodes.items():
+            parent = node.parent
+            assert parent is not None and key == node.key and key[0] == parent.prefix, "a node under a wrong key"
+            assert parent.parent is None or self._nodes.get(parent.key) is parent, "a node that hangs in the air"
+            assert node.depth == parent.depth + 1 and node.salt == parent.salt and node.page >= 0
+            if node.holds:
+                assert node not in place, "a locked node could be evicted"
+                assert parent.holds or parent.parent is None, "a locked node below an unlocked one"
+                holds[parent] = holds.get(parent, 0) + 1
+            else:
+                assert node in place, "a page that can't be evicted"
+                assert place[node] < place.get(parent, self.num_pages), "a page would go before what follows it"
+                num_unlocked += 1
+        assert len(place) == num_unlocked, "a node that is gone could be evicted"
+        for node in holds:
+            assert node.parent is None or self._nodes.get(node.key) is node, "a page is read that is not cached"
+        for node in self._nodes.values():
+            held = holds.get(node, 0)
+            assert node.holds == held or (readers is None and node.holds > held), "locks that nobody holds"

@@ -23,6 +23,8 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from jaxoverlap.cache.page_pool import PagePool
@@ -55,18 +57,23 @@ class RowMemory:
         return self.pool.num_free + self.cache.num_evictable
 
     @property
+    def share_used(self) -> float:
+        """Of all pages, those that are not available."""
+        return 1 - self.num_available / self.pool.num_pages
+
+    @property
     def num_unpromised(self) -> int:
         return self.num_available - self._outstanding
 
     # ---------------------------------------------------------------- a row's life
 
-    def seat(self, row: int, tokens: np.ndarray, salt: str | None, promised: int) -> int | None:
+    def seat(self, row: int, tokens: np.ndarray, salt: str | None, promised: int, *, reuse: bool = True) -> int | None:
         """Gives an empty row the cached prefix of its tokens, and promises it `promised` pages in all.
 
-        At least the last token is left to be computed. Returns how many tokens are cached; None when there are
-        not enough pages, and then nothing has changed.
+        At least the last token is left to be computed; all of them, if nothing may be reused. Returns how many tokens
+        are cached; None when there are not enough pages, and then nothing has changed.
         """
-        wanted = tokens[:-1] if self.prefix_cache_enabled else tokens[:0]
+        wanted = tokens[:-1] if self.prefix_cache_enabled and reuse else tokens[:0]
         node = self.cache.match(wanted, salt)
         self.cache.lock(node)
         if promised - node.depth > self.num_unpromised:
@@ -79,9 +86,9 @@ class RowMemory:
         self._outstanding += promised - node.depth
         return node.depth * self.page_size
 
-    def shortage(self, tokens: np.ndarray, salt: str | None, promised: int) -> int:
+    def shortage(self, tokens: np.ndarray, salt: str | None, promised: int, *, reuse: bool = True) -> int:
         """Pages that have to come free before `seat` succeeds; 0 or less when there are enough."""
-        wanted = tokens[:-1] if self.prefix_cache_enabled else tokens[:0]
+        wanted = tokens[:-1] if self.prefix_cache_enabled and reuse else tokens[:0]
         node = self.cache.match(wanted, salt)
         while node.parent is not None and not node.holds:
             node = node.parent
@@ -100,11 +107,11 @@ class RowMemory:
     def grow_by_one(self, rows: np.ndarray) -> np.ndarray:
         """One more page for each of several rows, int32 [len(rows)]."""
         columns = self.num_pages[rows]
-        self._outstanding -= int((columns < self.promised[rows]).sum())
+        self._outstanding -= int(np.count_nonzero(columns < self.promised[rows]))
         pages = self._allocate(len(rows))
         self.page_table[rows, columns] = pages
         self.is_own[rows, columns] = True
-        self.num_pages[rows] += 1
+        self.num_pages[rows] = columns + 1
         return pages
 
     def cache_pages(self, row: int, tokens: np.ndarray) -> None:
@@ -118,15 +125,12 @@ class RowMemory:
         if not self.prefix_cache_enabled:
             return
         for key in self.cache.keys(tokens, node.depth):
+            if not past_copies and self.cache.child(node, key) is not None:
+                break
             column = node.depth
-            child, taken = self.cache.extend(node, key, int(self.page_table[row, column]))
+            node, taken = self.cache.advance(node, key, int(self.page_table[row, column]))
             if taken:
                 self.is_own[row, column] = False
-            elif not past_copies:
-                break
-            self.cache.lock(child)
-            self.cache.unlock(node)
-            node = child
         self._nodes[row] = node
 
     def stop_growing(self, row: int) -> None:
@@ -165,7 +169,7 @@ class RowMemory:
     def releasable(self, row: int) -> int:
         """Pages that would be available if the row left."""
         node = self._nodes[row]
-        return int(self.is_own[row].sum()) + (0 if node is None else self.cache.releasable(node))
+        return int(np.count_nonzero(self.is_own[row])) + (0 if node is None else self.cache.releasable(node))
 
     def flush(self) -> int:
         """Empties the prefix cache of everything that no row reads. Returns the number of pages."""
@@ -191,24 +195,19 @@ class RowMemory:
         in_table = (columns >= self.first_page[:, None]) & (columns < self.num_pages[:, None])
         assert (self.page_table[~in_table] == self.no_page).all(), "a page beyond its row's count"
         assert not (self.is_own & ~in_table).any(), "a row owns a page that it does not have"
-        cached = {node.page: node for node in self.cache.nodes()}
-        assert len(cached) == self.cache.num_pages, "a page is cached twice"
-        owned = self.page_table[self.is_own]
-        self.pool.check_integrity(np.concatenate([owned, np.fromiter(cached, np.int32, len(cached))]))
-        holds: dict[int, int] = {}
-        for row, node in enumerate(self._nodes):
-            shared = self.page_table[row, : self.num_pages[row]][~self.is_own[row, : self.num_pages[row]]]
-            if node is None:
+        cached = np.fromiter((node.page for node in self.cache.nodes()), np.int32, self.cache.num_pages)
+        self.pool.check_integrity(np.concatenate([self.page_table[self.is_own], cached]))
+        readers: Counter[CacheNode] = Counter()
+        for row, end in enumerate(self._nodes):
+            if end is None:
                 assert self.num_pages[row] == 0, "a row without memory has pages"
                 continue
-            holds[id(node)] = holds.get(id(node), 0) + 1
+            readers[end] += 1
             if self.prefix_cache_enabled:
-                path = set(self.cache.path(node).tolist())
-                assert path.issuperset(shared.tolist()), "a row reads a cached page that it does not hold"
-        self.cache.check_integrity()
-        for node in self.cache.nodes():
-            locked = sum(child.holds > 0 for child in node.children.values())
-            assert node.holds == locked + holds.get(id(node), 0), "the locks on a page are not those of its readers"
+                count = self.num_pages[row]
+                shared = self.page_table[row, :count][~self.is_own[row, :count]].tolist()
+                assert set(shared) <= set(self.cache.path(end).tolist()), "a row reads a page that it does not hold"
+        self.cache.check_integrity(readers)
         has_row = np.array([node is not None for node in self._nodes])
         outstanding = int(np.maximum(self.promised - self.num_pages, 0)[has_row].sum())
         assert outstanding == self._outstanding <= self.num_available, "promised pages are not there"

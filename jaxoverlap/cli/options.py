@@ -110,8 +110,12 @@ class EngineOptions:
         bool | None,
         _engine("--cache-aware-order", help="Admit the longest cached prefix first, within --prompt-wait-ms."),
     ] = None
+    deterministic: Annotated[
+        bool | None,
+        _engine("--deterministic", help="Bit-equal results whatever else runs, on the same device. Slower."),
+    ] = None
     max_queue: Annotated[
-        int | None, _engine(help="Requests that may wait in the engine at most. Default: no limit.")
+        int | None, _engine(help="Requests that may wait in the engine at most. Default: no limit; for serve 1024.")
     ] = None
     attention: Annotated[str | None, _engine(metavar="auto|xla", help="Attention kernels. Default: auto.")] = None
     compile_cache: Annotated[

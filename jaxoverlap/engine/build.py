@@ -16,6 +16,7 @@ from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
 from jaxoverlap.runtime import compile_cache
 from jaxoverlap.runtime.memory import kv_memory_bytes
 from jaxoverlap.runtime.runner import DeviceRunner, Progress
+from jaxoverlap.text.grammar_compiler import GrammarCompiler
 from jaxoverlap.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,7 +77,13 @@ def build_engine(
     runner = DeviceRunner(shape, weights, resolved.scheduler, dtype=dtype, attention=resolved.attention, device=device)
     if warm_up:
         runner.warm_up(progress)
-    engine = Engine(resolved.scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=shape.eos_token_ids)
+    engine = Engine(
+        resolved.scheduler,
+        runner,
+        lookahead=resolved.lookahead,
+        eos_token_ids=shape.eos_token_ids,
+        constraints=GrammarCompiler(tokenizer, shape.vocab_size, shape.eos_token_ids),
+    )
     return BuiltEngine(
         files.name,
         engine,

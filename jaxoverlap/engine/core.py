@@ -14,17 +14,27 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine import messages
+from jaxoverlap.engine.door import Door, Entry
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.engine.link import Link
 from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
+from jaxoverlap.engine.metrics import EngineMetrics
 from jaxoverlap.engine.profiler import Profiler
-from jaxoverlap.errors import ConflictError, EngineError, JaxOverlapError, ServerUnavailableError
+from jaxoverlap.errors import (
+    AbortedError,
+    ConflictError,
+    EngineError,
+    JaxOverlapError,
+    ServerUnavailableError,
+)
 from jaxoverlap.request import Request, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import StepOutput
@@ -71,9 +81,12 @@ class EngineCore:
         self._by_key: dict[tuple[int, int], Owner] = {}
         """By front end and key."""
         self._load = LoadMeter()
+        self._metrics = EngineMetrics(engine.loop)
         self._next_status = 0.0
         self._had_work = False
         self._selector = selectors.DefaultSelector()
+        self._door = Door(engine)
+        self._selector.register(self._door.bell, selectors.EVENT_READ)
         for link in self._links:
             self._selector.register(link.socket, selectors.EVENT_READ, link)
 
@@ -95,6 +108,8 @@ class EngineCore:
             for link in self._links:
                 link.close()
             self._selector.close()
+            self._door.close()
+            self.engine.close()
 
     # ---------------------------------------------------------------- a turn
 
@@ -102,6 +117,8 @@ class EngineCore:
         self._read(wait=not (self.engine.has_work or self._inbox))
         for _ in range(min(len(self._inbox), MAX_COMMANDS)):
             self._do(*self._inbox.popleft())
+        for entry, compiled in self._door.take_compiled():
+            self._enter(entry, compiled)
         if self.engine.has_work:
             self._step()
         self._report()
@@ -112,8 +129,11 @@ class EngineCore:
         blocked = [link for link in self._links if wait and link.has_unsent]
         for link in blocked:
             self._selector.modify(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
-        for key, events in self._selector.select(None if wait else 0):
-            if events & selectors.EVENT_READ:
+        idle = _STATUS_SECONDS if self._door.waiting else None
+        for key, events in self._selector.select(idle if wait else 0):
+            if key.data is None:
+                self._door.hear_bell()
+            elif events & selectors.EVENT_READ:
                 self._inbox.extend((key.data, message) for message in key.data.receive())
         for link in blocked:
             self._selector.modify(link.socket, selectors.EVENT_READ, link)
@@ -123,6 +143,7 @@ class EngineCore:
     def _step(self) -> None:
         output = self.engine.step()
         self._load.add(len(output.token_ids))
+        self._metrics.count(output)
         self._profiler.count_step()
         self._tell(output)
 
@@ -166,13 +187,13 @@ class EngineCore:
 
     def _report(self) -> None:
         """The status, when work begins or ends and from time to time while there is some."""
-        has_work = self.engine.has_work
+        has_work = self.has_work
         now = time.monotonic()
         if has_work != self._had_work or (has_work and now >= self._next_status):
             self._broadcast_status()
 
     def _broadcast_status(self) -> None:
-        self._had_work = self.engine.has_work
+        self._had_work = self.has_work
         self._next_status = time.monotonic() + _STATUS_SECONDS
         self._broadcast("status", vars(self.status()))
 
@@ -180,16 +201,21 @@ class EngineCore:
         for link in self._links:
             link.post(*message)
 
+    @property
+    def has_work(self) -> bool:
+        """Somebody waits for it."""
+        return self.engine.has_work or bool(self._door.waiting)
+
     def status(self) -> EngineStatus:
         scheduler = self.engine.loop.scheduler
         memory = scheduler.state.memory
         return EngineStatus(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            kv_used=1 - memory.num_available / memory.pool.num_pages,
+            waiting=scheduler.num_waiting + len(self._door.waiting),
+            kv_used=memory.share_used,
             tokens_per_second=self._load.tokens_per_second(),
             num_steps=self._load.num_steps,
-            has_work=self.engine.has_work,
+            has_work=self.has_work,
             draining=self.draining,
         )
 
@@ -199,8 +225,8 @@ class EngineCore:
         if not link.is_open:
             return
         match message:
-            case ["add", key, prompt, sampling, options]:
-                self._add(link, key, prompt, sampling, options)
+            case ["add", key, prompt, sampling, options, called]:
+                self._add(link, key, prompt, sampling, options, called)
             case ["abort", keys]:
                 for key in keys:
                     self._end(link, key, self.engine.abort)
@@ -211,21 +237,43 @@ class EngineCore:
             case _:
                 raise EngineError(f"front end {link.index} sent {message[:1]}, which is no message of this build")
 
-    def _add(self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any]) -> None:
+    def _add(
+        self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any], called: float
+    ) -> None:
         try:
             if self.draining:
                 raise ServerUnavailableError("the server is about to stop and takes no more requests")
-            ids = np.frombuffer(prompt, dtype=np.int32)
-            samples = self.engine.add_samples(ids, SamplingParams.from_dict(sampling), RequestOptions(**options))
+            entry = Entry(
+                link,
+                key,
+                np.frombuffer(prompt, dtype=np.int32),
+                SamplingParams.from_dict(sampling),
+                RequestOptions(**options),
+                called,
+                time.monotonic(),
+            )
+        except JaxOverlapError as error:
+            link.post("refused", key, messages.error_to_wire(error))
+            return
+        if not self._door.keep_waiting(entry):
+            self._enter(entry, None)
+
+    def _enter(self, entry: Entry, compiling: Future[CompiledConstraint] | None) -> None:
+        link, key = entry.link, entry.key
+        try:
+            compiled = None if compiling is None else compiling.result()
+            samples = self.engine.add_samples(entry.prompt, entry.sampling, entry.options_left(), compiled)
         except JaxOverlapError as error:
             link.post("refused", key, messages.error_to_wire(error))
             return
         for index, request in enumerate(samples):
             owner = Owner(link, key + index, request)
             self._owners[request.request_id] = self._by_key[link.index, owner.key] = owner
+            self._metrics.start(request, entry.called)
 
     def _end(self, link: Link, key: int, end: Callable[[Request], bool]) -> None:
         """Ends a request of which its front end wants nothing more."""
+        self._door.waiting.pop((link.index, key), None)
         owner = self._by_key.pop((link.index, key), None)
         if owner is not None:  # else it has just finished
             del self._owners[owner.request.request_id]
@@ -235,7 +283,7 @@ class EngineCore:
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.close()
-        for index, key in list(self._by_key):
+        for index, key in [*self._by_key, *self._door.waiting]:
             if index == link.index:
                 self._end(link, key, self.engine.abort)
 
@@ -251,15 +299,23 @@ class EngineCore:
     def _get_status(self) -> dict[str, Any]:
         return vars(self.status())
 
+    def _get_metrics(self) -> dict[str, Any]:
+        return self._metrics.read(num_at_door=len(self._door.waiting))
+
     def _drain(self) -> None:
         self.draining = True
         self._broadcast_status()
 
     def _abort_requests(self, wanted: list[tuple[int, int]] | None) -> list[tuple[int, int]]:
         """Ends requests by front end and key, or all; their front ends hear of it as of any other end."""
-        found = list(self._by_key) if wanted is None else [key for key in map(tuple, wanted) if key in self._by_key]
-        for key in found:
-            self.engine.abort(self._by_key[key].request)
+        here = [*self._by_key, *self._door.waiting]
+        found = here if wanted is None else [name for name in map(tuple, wanted) if name in set(here)]
+        for name in found:
+            if name in self._by_key:
+                self.engine.abort(self._by_key[name].request)
+            else:
+                entry, _ = self._door.waiting.pop(name)
+                entry.link.post("refused", entry.key, messages.error_to_wire(AbortedError(messages.ABORTED)))
         return found
 
     def _flush_cache(self) -> int:
@@ -286,6 +342,7 @@ class EngineCore:
 
     _QUESTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
         "status": _get_status,
+        "metrics": _get_metrics,
         "drain": _drain,
         "abort_requests": _abort_requests,
         "flush_cache": _flush_cache,

@@ -40,7 +40,7 @@ class EngineSpec:
       config: fields of `EngineConfig`.
       profile_dir: where traces go; None allows none.
       progress: "module:function" of what shows the warm-up; None shows nothing.
-      log_level: of this package's log.
+      log_level: of this package's log; log_format: "text" or "json".
     """
 
     builder: str = STANDARD_BUILDER
@@ -48,6 +48,7 @@ class EngineSpec:
     profile_dir: str | None = None
     progress: str | None = None
     log_level: str = "info"
+    log_format: str = "text"
 
 
 def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[socket.socket]) -> None:
@@ -66,7 +67,6 @@ def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[
 
 def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
     from jaxoverlap.engine.core import EngineCore
-    from jaxoverlap.engine.engine import supported_parameters
     from jaxoverlap.engine.profiler import Profiler
 
     options = {} if spec.progress is None else {"progress": _named(spec.progress)}
@@ -88,7 +88,7 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
         dtype=built.dtype,
         devices=list(built.devices),
         schedule=built.resolved.schedule,
-        capabilities=supported_parameters(),
+        capabilities=built.engine.supported_parameters,
         tokenizer_source=source if isinstance(source, Mapping) else str(source),
     )
     # What start-up has left behind lives for ever; without this each full collection would walk through it.
@@ -108,7 +108,7 @@ def main() -> int:
     spec, supervisor, *frontends = json.loads(sys.argv[1])
     os.dup2(2, 1)  # standard output is the supervisor's alone
     engine_spec = EngineSpec(**spec)
-    log_to_stderr("engine", engine_spec.log_level)
+    log_to_stderr("engine", engine_spec.log_level, engine_spec.log_format)
     try:
         run_engine(
             engine_spec, socket.socket(fileno=supervisor), [socket.socket(fileno=number) for number in frontends]

@@ -7,11 +7,13 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
+from jaxoverlap.constraint import CompiledConstraint, ConstraintCompiler
 from jaxoverlap.engine.loop import OverlapLoop
-from jaxoverlap.errors import EngineError, UnsupportedError
+from jaxoverlap.errors import EngineError, InvalidRequestError, UnsupportedError
 from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions
 from jaxoverlap.runtime.result_queue import Runner
 from jaxoverlap.sampling_params import SamplingParams
@@ -26,6 +28,7 @@ class Engine:
     Attributes:
       limits: what a request may be.
       eos_token_ids: the model's own end-of-sequence ids.
+      constraints: compiles what texts must be; without it, requests for structured output are refused.
     """
 
     def __init__(
@@ -35,10 +38,12 @@ class Engine:
         *,
         lookahead: int,
         eos_token_ids: Sequence[int] = (),
+        constraints: ConstraintCompiler | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = config.limits
         self.eos_token_ids = tuple(eos_token_ids)
+        self.constraints = constraints
         self.loop = OverlapLoop(Scheduler(config, clock), runner, lookahead)
         self._request_ids = itertools.count()
         self._failure: EngineError | None = None
@@ -56,15 +61,37 @@ class Engine:
     def has_failed(self) -> bool:
         return self._failure is not None
 
+    @property
+    def supported_parameters(self) -> list[str]:
+        """Fields of `SamplingParams` that are not refused."""
+        names = [field.name for field in dataclasses.fields(SamplingParams)]
+        return names if self.constraints is not None else [name for name in names if name != "structured_output"]
+
     def check(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray:
-        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does."""
-        return self._resolve(prompt_ids, sampling)[0]
+        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does, and waits as it does."""
+        prompt, _, _ = self._resolve(prompt_ids, sampling)
+        if (compiling := self.compile_constraint(sampling)) is not None:
+            compiling.result()
+        return prompt
+
+    def compile_constraint(self, sampling: SamplingParams) -> Future[CompiledConstraint] | None:
+        """Starts to compile what the text must be, for `add`; None if it may be anything. May be called from any
+        thread, does not block, and raises nothing: the future does, as `ConstraintCompiler.submit` says, or
+        `UnsupportedError` if this engine has no compiler."""
+        if sampling.structured_output is None:
+            return None
+        if self.constraints is not None:
+            return self.constraints.submit(sampling)
+        refused: Future[CompiledConstraint] = Future()
+        refused.set_exception(UnsupportedError("structured_output is not supported by this engine"))
+        return refused
 
     def add(
         self,
         prompt_ids: Sequence[int] | np.ndarray,
         sampling: SamplingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
+        compiled: CompiledConstraint | None = None,
     ) -> Request:
         """As `add_samples`, for parameters that ask for one sample.
 
@@ -73,18 +100,22 @@ class Engine:
         """
         if sampling.num_samples != 1:
             raise ValueError(f"{sampling.num_samples} samples are asked for; use add_samples")
-        return self.add_samples(prompt_ids, sampling, options)[0]
+        return self.add_samples(prompt_ids, sampling, options, compiled)[0]
 
     def add_samples(
         self,
         prompt_ids: Sequence[int] | np.ndarray,
         sampling: SamplingParams,
         options: RequestOptions = DEFAULT_OPTIONS,
+        compiled: CompiledConstraint | None = None,
     ) -> list[Request]:
         """Checks a request and queues its samples, all or none. From here on they will finish.
 
         They have one seed and differ by their index, so the set comes out again with the seed; the first is the leader
         of the others.
+
+        Args:
+          compiled: what `compile_constraint` gave for these parameters. Without it, this waits for it.
 
         Raises:
           InvalidRequestError: it can't be served; nothing has changed.
@@ -94,6 +125,8 @@ class Engine:
         if self._failure is not None:
             raise self._failure
         prompt, max_tokens, stop_ids = self._resolve(prompt_ids, sampling)
+        if compiled is None and (compiling := self.compile_constraint(sampling)) is not None:
+            compiled = compiling.result()
         seed = secrets.randbits(64) if sampling.seed is None else int(sampling.seed)
         samples: list[Request] = []
         for sample_index in range(sampling.num_samples):
@@ -106,6 +139,7 @@ class Engine:
                 seed=seed,
                 sample_index=sample_index,
                 leader=samples[0] if samples else None,
+                constraint=None if compiled is None else compiled.start(),
                 priority=options.priority,
                 timeout=options.timeout,
                 cache_salt=options.cache_salt,
@@ -117,12 +151,15 @@ class Engine:
     def _resolve(
         self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams
     ) -> tuple[np.ndarray, int, tuple[int, ...]]:
-        _check_built(sampling)
         prompt = self.limits.check_prompt(prompt_ids)
         stop_ids = dict.fromkeys(sampling.stop_token_ids)
         if not sampling.ignore_eos:
             stop_ids |= dict.fromkeys(self.eos_token_ids)
+        self.limits.check_rules(sampling, tuple(stop_ids))
         max_tokens = self.limits.resolve_max_tokens(len(prompt), sampling.max_tokens)
+        if sampling.min_tokens > max_tokens:
+            allowed = f"after {len(prompt)} prompt tokens there is room for {max_tokens} outputs"
+            raise InvalidRequestError("min_tokens", sampling.min_tokens, allowed)
         return prompt, max_tokens, self.limits.check_stop_ids(tuple(stop_ids))
 
     def stop(self, request: Request) -> bool:
@@ -148,27 +185,7 @@ class Engine:
             self._failure = EngineError(f"the engine failed and must be restarted: {type(error).__name__}: {error}")
             raise self._failure from error
 
-
-_NOT_BUILT = {
-    "repetition_penalty": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "banned_token_ids": (),
-    "min_tokens": 0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-    "structured_output": None,
-}
-
-
-def supported_parameters() -> list[str]:
-    """Fields of `SamplingParams` that this build serves."""
-    return [field.name for field in dataclasses.fields(SamplingParams) if field.name not in _NOT_BUILT]
-
-
-def _check_built(sampling: SamplingParams) -> None:
-    for name, nothing in _NOT_BUILT.items():
-        if getattr(sampling, name) != nothing:
-            raise UnsupportedError(f"{name} is not supported in this build")
+    def close(self) -> None:
+        """Lets go of what compiles constraints."""
+        if self.constraints is not None:
+            self.constraints.close()

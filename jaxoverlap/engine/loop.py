@@ -6,13 +6,14 @@
 
 `lookahead` is how many launched steps may stay unread at the end of a turn. 0 is the serial engine: the same
 loop, which then reads each step right after its launch.
+
+A step with rows that must follow a grammar is launched in two halves, with the commit in between; the first half, which
+is nearly all of it, hides the commit all the same.
 """
 
 from __future__ import annotations
 
-from time import perf_counter
-
-from jaxoverlap.observe.step_times import StepTimes, StepTimesLog
+from jaxoverlap.observe.step_times import StepTimes, StepTimesLog, Stopwatch
 from jaxoverlap.runtime.result_queue import ResultQueue, Runner
 from jaxoverlap.scheduler.plan import StepOutput
 from jaxoverlap.scheduler.scheduler import Scheduler
@@ -34,31 +35,37 @@ class OverlapLoop:
         return self.scheduler.has_unfinished or len(self.in_flight) > 0 or self.scheduler.has_news
 
     def turn(self) -> StepOutput:
-        """Launches at most one step and commits at most one."""
-        scheduler, in_flight = self.scheduler, self.in_flight
+        """Launches at most one step, and commits what may not stay unread."""
+        scheduler, in_flight, watch = self.scheduler, self.in_flight, Stopwatch()
+        committed: list[StepOutput] = []
+        num_in_flight = len(in_flight)
 
-        started = perf_counter()
         plan = scheduler.plan()
-        planned = perf_counter()
+        watch.end("plan")
         if plan is not None:
-            in_flight.push(plan, self.runner.launch(plan))
-        launched = committing = perf_counter()
+            step = self.runner.launch(plan)
+            watch.end("launch")
+            if plan.is_constrained:
+                # What a row may say next depends on what it has said; that is read while the first half runs.
+                while in_flight:
+                    committed.append(self._commit_oldest(watch))
+                step.sample(scheduler.allowed_tokens(plan))
+                watch.end("launch")
+            in_flight.push(plan, step)
         if len(in_flight) > self.lookahead or (plan is None and in_flight):
-            oldest, result = in_flight.pop()
-            committing = perf_counter()
-            output = scheduler.commit(oldest, result)
-        else:
-            output = StepOutput(None, (), (), scheduler.take_news())
+            committed.append(self._commit_oldest(watch))
+        if not committed:
+            committed.append(StepOutput(None, (), (), scheduler.take_news()))
         scheduler.retire()
+        watch.end("commit")
 
-        self.times.add(
-            StepTimes(
-                plan=planned - started,
-                launch=launched - planned,
-                wait=committing - launched,
-                commit=perf_counter() - committing,
-                launched_rows=0 if plan is None else len(plan.rows),
-                launched_tokens=0 if plan is None else plan.num_tokens,
-            )
-        )
+        rows, tokens = (0, 0) if plan is None else (len(plan.rows), plan.num_tokens)
+        self.times.add(StepTimes(**watch.seconds, launched_rows=rows, launched_tokens=tokens, in_flight=num_in_flight))
+        return StepOutput.joined(committed)
+
+    def _commit_oldest(self, watch: Stopwatch) -> StepOutput:
+        oldest, result = self.in_flight.pop()
+        watch.end("wait")
+        output = self.scheduler.commit(oldest, result)
+        watch.end("commit")
         return output

@@ -4,6 +4,8 @@
                           ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / 16) + 2)
                             + log4(max_running) * (log2(max_mixed_tokens / 16) + 2)
 
+(deterministic: 1), and of the second half of a step, which chooses the tokens, at most ``2 (log4(max_running) + 2)``.
+
 Mixed steps are there while prompts come in, so their decoding rows make do with coarser buckets: powers of four,
 downward from the limit, and no fewer than four where there may be more. Their prompt tokens do not: attention far into
 a long prompt costs as much for a padded token as for a real one.
@@ -30,11 +32,13 @@ class StepShape:
       prefill_tokens: T, prompt tokens, packed.
       prefill_rows: R, prompts they belong to.
       decode_rows: B, rows with one token each.
+      sample_rows: rows of the second half, at least R + B: there are few sizes of it, since it compiles slowly.
     """
 
     prefill_tokens: int
     prefill_rows: int
     decode_rows: int
+    sample_rows: int
 
     def __str__(self) -> str:
         if self.prefill_tokens == 0:
@@ -47,6 +51,7 @@ class Buckets:
     """Powers of two up to a limit, and the limit itself whatever it is; of four for decoding rows beside prompts."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        self._only = _only_shape(config) if config.deterministic else None
         self._chunks = min(config.max_prefill_rows, config.max_running)
         self._mixed_chunks = min(config.max_mixed_chunks, config.max_running)
         smallest = min(_SMALLEST_PREFILL, config.max_batched_tokens)
@@ -57,27 +62,42 @@ class Buckets:
             most = config.mixed_budget
             self.mixed_tokens = _sizes(min(smallest, most), most)
         self.mixed_rows = _every_other(_sizes(min(4, config.max_running), config.max_running))
+        beside = self._mixed_chunks if self.mixed_tokens else 0
+        self.sample_rows = _every_other(_sizes(1, max(self._chunks, config.max_running + beside)))
 
     def __iter__(self) -> Iterator[StepShape]:
+        if self._only is not None:
+            yield self._only
+            return
         for tokens in self.prefill_tokens:
-            yield self._prefill_shape(tokens, 0)
+            yield self._shape(tokens, 0)
         for rows in self.decode_rows:
-            yield StepShape(0, 0, rows)
+            yield self._shape(0, rows)
         for tokens in self.mixed_tokens:
             for rows in self.mixed_rows:
-                yield self._prefill_shape(tokens, rows)
+                yield self._shape(tokens, rows)
 
     def shape_of(self, plan: StepPlan) -> StepShape:
         """The smallest shape that holds a plan."""
+        if self._only is not None:
+            return self._only
         tokens, rows = plan.num_prefill_tokens, len(plan.decode_rows)
         if not rows:
-            return self._prefill_shape(_round_up(tokens, self.prefill_tokens), 0)
+            return self._shape(_round_up(tokens, self.prefill_tokens), 0)
         if not tokens:
-            return StepShape(0, 0, _round_up(rows, self.decode_rows))
-        return self._prefill_shape(_round_up(tokens, self.mixed_tokens), _round_up(rows, self.mixed_rows))
+            return self._shape(0, _round_up(rows, self.decode_rows))
+        return self._shape(_round_up(tokens, self.mixed_tokens), _round_up(rows, self.mixed_rows))
 
-    def _prefill_shape(self, tokens: int, decode_rows: int) -> StepShape:
-        return StepShape(tokens, min(tokens, self._mixed_chunks if decode_rows else self._chunks), decode_rows)
+    def _shape(self, tokens: int, decode_rows: int) -> StepShape:
+        prompts = min(tokens, self._mixed_chunks if decode_rows else self._chunks)
+        return StepShape(tokens, prompts, decode_rows, _round_up(prompts + decode_rows, self.sample_rows))
+
+
+def _only_shape(config: SchedulerConfig) -> StepShape:
+    """Holds every plan. A multiple of 16 tokens: kernels of matrix products treat what is left over differently."""
+    rows, prompts = config.max_running, min(config.max_prefill_rows, config.max_batched_tokens)
+    tokens = -(-(config.max_batched_tokens + rows) // 16) * 16 - rows
+    return StepShape(tokens, prompts, rows, -(-(prompts + rows) // 16) * 16)
 
 
 def _sizes(smallest: int, largest: int) -> list[int]:

@@ -4,32 +4,40 @@ The device knows the tokens, lengths and positions of rows that decode; the host
 one is needed: 8 bytes. A prefill chunk brings its tokens, its row's page table and the row's parameters.
 
 Padding is out of range everywhere: row `num_rows`, page `no_page`, so gathers fill and scatters drop.
-`_fields` is the layout of both sides.
+`_layout` is that of both sides.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxoverlap.request import MAX_STOP_IDS
+from jaxoverlap.request import MAX_STOP_IDS, Request
 from jaxoverlap.runtime.buckets import StepShape
-from jaxoverlap.scheduler.plan import PrefillChunk, StepPlan
+from jaxoverlap.scheduler.plan import StepPlan
 
 ROW_PARAMS = np.dtype(
     [
         ("num_outputs", np.int32),
         ("max_outputs", np.int32),
+        ("min_outputs", np.int32),
         ("top_k", np.int32),
         ("sample_index", np.int32),
         ("seed", np.uint32, 2),
         ("temperature", np.float32),
         ("top_p", np.float32),
         ("min_p", np.float32),
+        ("repetition_penalty", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("has_bias", np.int32),
+        ("top_logprobs", np.int32),
         ("stop_ids", np.int32, MAX_STOP_IDS),
     ]
 )
@@ -66,9 +74,11 @@ class PackedStep:
     new_pages: jax.Array
 
 
-def _fields(shape: StepShape, pages_per_row: int) -> dict[str, tuple[int, ...]]:
+@functools.cache
+def _layout(shape: StepShape, pages_per_row: int) -> tuple[list[tuple[str, slice, tuple[int, ...]]], int]:
+    """Name, place and shape of each field of the packed array, and its size; there are no more shapes than steps."""
     tokens, rows = shape.prefill_tokens, shape.prefill_rows
-    return {
+    fields = {
         "token_ids": (tokens,),
         "cu_q_lens": (rows + 1,) if rows else (0,),
         "chunk_rows": (rows,),
@@ -79,17 +89,23 @@ def _fields(shape: StepShape, pages_per_row: int) -> dict[str, tuple[int, ...]]:
         "decode_rows": (shape.decode_rows,),
         "new_pages": (shape.decode_rows,),
     }
+    layout, offset = [], 0
+    for name, field in fields.items():
+        size = math.prod(field)
+        layout.append((name, slice(offset, offset + size), field))
+        offset += size
+    return layout, offset
 
 
 def packed_size(shape: StepShape, pages_per_row: int) -> int:
     """Words of the packed array."""
-    return sum(math.prod(field) for field in _fields(shape, pages_per_row).values())
+    return _layout(shape, pages_per_row)[1]
 
 
 def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) -> np.ndarray:
     """The plan as a fresh int32 array, read-only from here on: the device may read it in place."""
     packed = np.zeros(packed_size(shape, pages_per_row), dtype=np.int32)
-    field = dict(_split(packed, shape, pages_per_row))
+    field = _split(packed, shape, pages_per_row)
     field["decode_rows"].fill(num_rows)
     field["decode_rows"][: len(plan.decode_rows)] = plan.decode_rows
     field["new_pages"].fill(plan.no_page)
@@ -106,7 +122,7 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) ->
             field["chunk_starts"][index] = chunk.start
             field["publishes"][index] = chunk.publishes
             field["page_tables"][index, : len(chunk.page_table)] = chunk.page_table
-            field["row_params"][index] = _row_params(chunk)
+            field["row_params"][index] = row_params(chunk.request, chunk.num_outputs)
         field["cu_q_lens"][len(plan.chunks) + 1 :] = end
     packed.flags.writeable = False
     return packed
@@ -114,28 +130,31 @@ def pack(plan: StepPlan, shape: StepShape, num_rows: int, pages_per_row: int) ->
 
 def unpack(packed: jax.Array, shape: StepShape, pages_per_row: int) -> PackedStep:
     """The same on the device: int32 [packed_size] → `PackedStep`."""
-    return PackedStep(**dict(_split(packed, shape, pages_per_row)))
+    return PackedStep(**_split(packed, shape, pages_per_row))
 
 
-def _split(packed, shape: StepShape, pages_per_row: int):
-    offset = 0
-    for name, field in _fields(shape, pages_per_row).items():
-        size = math.prod(field)
-        yield name, packed[offset : offset + size].reshape(field)
-        offset += size
+def _split(packed, shape: StepShape, pages_per_row: int) -> dict[str, Any]:
+    return {name: packed[at].reshape(field) for name, at, field in _layout(shape, pages_per_row)[0]}
 
 
-def _row_params(chunk: PrefillChunk) -> np.ndarray:
-    request, sampling = chunk.request, chunk.request.sampling
+def row_params(request: Request, num_outputs: int) -> np.ndarray:
+    """int32 [1, ROW_PARAM_WORDS]"""
+    sampling = request.sampling
     params = np.zeros((), dtype=ROW_PARAMS)
-    params["num_outputs"] = chunk.num_outputs
+    params["num_outputs"] = num_outputs
     params["max_outputs"] = request.max_tokens
+    params["min_outputs"] = sampling.min_tokens
     params["top_k"] = sampling.top_k
     params["sample_index"] = request.sample_index
     params["seed"] = (request.seed & 0xFFFFFFFF, request.seed >> 32)
     params["temperature"] = sampling.temperature
     params["top_p"] = sampling.top_p
     params["min_p"] = sampling.min_p
+    params["repetition_penalty"] = sampling.repetition_penalty
+    params["presence_penalty"] = sampling.presence_penalty
+    params["frequency_penalty"] = sampling.frequency_penalty
+    params["has_bias"] = sampling.has_bias
+    params["top_logprobs"] = sampling.num_top_logprobs
     params["stop_ids"] = NO_STOP_ID
     params["stop_ids"][: len(request.stop_ids)] = request.stop_ids
     return params.reshape(1).view(np.int32)

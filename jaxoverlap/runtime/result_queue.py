@@ -6,27 +6,39 @@ A pending step carries the plan it was launched with, so its result can't be giv
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from jaxoverlap.scheduler.plan import StepPlan
+from jaxoverlap.scheduler.plan import StepPlan, StepResult
 
 
 class LaunchedStep(Protocol):
     """A step the device is working on."""
 
-    def read(self) -> np.ndarray:
-        """Waits; int32 [len(plan.rows), 2], token and `RowStatus`. Called by `ResultQueue.pop` only."""
+    def sample(self, allowed: np.ndarray) -> None:
+        """Launches the second half of a constrained step: int32 [len(plan.rows), mask words]."""
+        ...
+
+    def read(self) -> StepResult:
+        """Waits. Called by `ResultQueue.pop` only."""
         ...
 
 
 class Runner(Protocol):
-    """Whatever executes plans, in the order in which they are launched."""
+    """Whatever executes plans, in the order in which they are launched.
+
+    Attributes:
+      compiles_after_ready: functions that had to be compiled while serving; anything but 0 is a bug.
+    """
+
+    @property
+    def compiles_after_ready(self) -> int: ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Starts a step and returns at once."""
+        """Starts a step and returns at once; of a constrained plan, the first half."""
         ...
 
 
@@ -45,10 +57,13 @@ class ResultQueue:
     def __len__(self) -> int:
         return len(self._pending)
 
+    def __iter__(self) -> Iterator[PendingStep]:
+        return iter(self._pending)
+
     def push(self, plan: StepPlan, launched: LaunchedStep) -> None:
         self._pending.append(PendingStep(plan, launched))
 
-    def pop(self) -> tuple[StepPlan, np.ndarray]:
+    def pop(self) -> tuple[StepPlan, StepResult]:
         """Waits for the oldest step. It stays in the queue if the wait is interrupted."""
         pending = self._pending[0]
         result = pending.launched.read()

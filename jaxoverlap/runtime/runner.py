@@ -3,15 +3,15 @@
 Rules: the KV pool and the row state are donated to each step and only its results are kept. Every packed array
 is built anew and never written to again, because JAX may read a NumPy argument in place. `launch` starts the
 copy of the output to the host and returns; `LaunchedDeviceStep.read` is where the wait is.
+
+A step with rows that must follow a grammar is launched in two halves: `launch`, and `LaunchedDeviceStep.sample` when
+it is known what they may say. No other step is launched in between.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,39 +19,61 @@ import numpy as np
 
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.runtime.buckets import Buckets, StepShape
-from jaxoverlap.runtime.packing import pack, packed_size
+from jaxoverlap.runtime.executables import Executables, Rare, SampleShape, Shape, mask_words
+from jaxoverlap.runtime.packing import pack
 from jaxoverlap.runtime.row_state import KVPages, RowState
+from jaxoverlap.runtime.rules_seats import RulesSeats
+from jaxoverlap.runtime.sample_step import ReadyToSample
 from jaxoverlap.runtime.step import DeviceStep
 from jaxoverlap.scheduler.config import SchedulerConfig
-from jaxoverlap.scheduler.plan import StepPlan
+from jaxoverlap.scheduler.plan import StepPlan, StepResult
 
-logger = logging.getLogger(__name__)
-
-Progress = Callable[[Iterable[StepShape], int], Iterable[StepShape]]
+Progress = Callable[[Iterable[Shape], int], Iterable[Shape]]
 """Wraps an iterable of shapes and its length, to show how far warm-up is."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedDeviceStep:
-    """`output`: int32 [prefill_rows + decode_rows, 2] on the device; the plan's rows are at `index`."""
+    """A step on its way.
 
-    output: jax.Array
+    Attributes:
+      output: int32 [sample_rows, 2] on the device; None until the second half is launched.
+      scores: int32 [sample_rows, SCORE_WORDS]; only where a row of the plan asks for it.
+      prompt_scores: int32 [max_prompt_tokens, SCORE_WORDS]; only where a chunk of the plan asks for it.
+    """
+
+    runner: DeviceRunner
     plan: StepPlan
     shape: StepShape
+    ready: ReadyToSample | None
+    with_rules: bool
+    prompt_scores: jax.Array | None
+    output: jax.Array | None = None
+    scores: jax.Array | None = None
 
-    def read(self) -> np.ndarray:
-        result = np.asarray(self.output)
-        first_decode = self.shape.prefill_rows
+    def sample(self, allowed: np.ndarray) -> None:
+        """Launches the second half; int32 [len(plan.rows), mask words], see `apply_rules`."""
+        words = np.full((self.shape.sample_rows, allowed.shape[1]), -1, dtype=np.int32)
+        words[: len(self.plan.chunks)] = allowed[: len(self.plan.chunks)]
+        first = self.shape.prefill_rows
+        words[first : first + len(self.plan.decode_rows)] = allowed[len(self.plan.chunks) :]
+        words.flags.writeable = False
+        self.runner.launch_sampling(self, words)
+
+    def read(self) -> StepResult:
+        assert self.output is not None, "only the first half of the step was launched"
+        scores = None if self.scores is None else self._of_the_plan(np.asarray(self.scores))
+        prompt_scores = None if self.prompt_scores is None else np.asarray(self.prompt_scores)
+        return StepResult(self._of_the_plan(np.asarray(self.output)), scores, prompt_scores)
+
+    def _of_the_plan(self, result: np.ndarray) -> np.ndarray:
+        first = self.shape.prefill_rows
         prompts = result[: len(self.plan.chunks)]
-        return np.concatenate([prompts, result[first_decode : first_decode + len(self.plan.decode_rows)]])
+        return np.concatenate([prompts, result[first : first + len(self.plan.decode_rows)]])
 
 
 class DeviceRunner:
-    """Holds the weights, the pool and the row state of one engine.
-
-    Attributes:
-      compiles_after_ready: steps that had to be compiled while serving; anything but 0 is a bug.
-    """
+    """Holds the weights, the pool and the row state of one engine."""
 
     def __init__(
         self,
@@ -74,64 +96,94 @@ class DeviceRunner:
             pages_per_row=scheduler_config.pages_per_row,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
+            max_prompt_tokens=max(shape.prefill_tokens for shape in self.buckets),
             attention=attention,
+            deterministic=scheduler_config.deterministic,
         )
-        self.compiles_after_ready = 0
-        self._ready = False
-        self._executables: dict[StepShape, jax.stages.Compiled] = {}
         self._weights = jax.device_put(weights, self.device)
         with jax.default_device(self.device):
             pool = (config.num_layers * limits.num_pages, limits.page_size, config.num_kv_heads, config.head_dim)
             self._kv = KVPages(*(jax.numpy.zeros(pool, dtype=kv_dtype or dtype) for _ in "kv"))
             self._state = RowState.blank(self.step.num_rows, self.step.pages_per_row, self.step.num_pages)
+        self.executables = Executables(self.step, self.buckets, self._weights, self._kv, self._state)
+        self._rules = RulesSeats(self.executables, self.step.num_rows, config.vocab_size)
+        self._everything: dict[int, jax.Array] = {}
+
+    @property
+    def compiles_after_ready(self) -> int:
+        """Functions that had to be compiled while serving; anything but 0 is a bug."""
+        return self.executables.compiles_after_ready
 
     def warm_up(self, progress: Progress = lambda shapes, count: shapes) -> None:
-        """Compiles every shape a step can have, and runs each once. After it, `launch` compiles nothing.
+        """Compiles everything a step can need, and runs each step once. After it, `launch` compiles nothing.
 
         The run is of a plan of nothing, a no-op. XLA's CPU back end prepares each matrix product when it first
         executes, some 5 ms apiece: without the run, the first use of a step of 30 layers takes up to 1 s longer.
         It does not reach the products in attention's loops, which run no turn then: 0.15–0.25 s stay.
         """
-        shapes = list(self.buckets)
-        # Tracing is Python and compiling is not: two at a time take a quarter less.
-        pool = ThreadPoolExecutor(max_workers=2)
-        try:
-            compiled = pool.map(self._compile, shapes)
-            for shape in progress(shapes, len(shapes)):
-                self._executables[shape] = next(compiled)
-                packed = pack(self._no_work(), shape, self.step.num_rows, self.step.pages_per_row)
-                self._kv, self._state, _ = self._executables[shape](self._weights, self._kv, self._state, packed)
-        finally:
-            pool.shutdown(cancel_futures=True)
-        self._ready = True
-
-    def _no_work(self) -> StepPlan:
-        none = np.zeros(0, dtype=np.int32)
-        return StepPlan(0, (), none, none, none, none, none, no_page=self.step.num_pages)
-
-    def executable(self, shape: StepShape) -> jax.stages.Compiled:
-        """The compiled step of a shape, e.g. for its ``memory_analysis()``."""
-        if shape not in self._executables:
-            if self._ready:
-                self.compiles_after_ready += 1
-                logger.warning("a step of shape '%s' was compiled after warm-up; this is a bug", shape)
-            self._executables[shape] = self._compile(shape)
-        return self._executables[shape]
-
-    def _compile(self, shape: StepShape) -> jax.stages.Compiled:
-        packed = jax.ShapeDtypeStruct((packed_size(shape, self.step.pages_per_row),), np.int32)
-        jitted = jax.jit(partial(self.step, shape), donate_argnums=(1, 2))
-        return jitted.lower(self._weights, self._kv, self._state, packed).compile()
+        self.executables.compile_all(progress)
+        for shape in self.buckets:
+            self._launch(StepPlan.of_nothing(self.step.num_pages), shape)
+        self.executables.seal()
 
     def release(self) -> None:
         """Lets go of the device's memory; nothing can be launched any more."""
-        self._executables.clear()
-        del self._weights, self._kv, self._state
+        self.executables.clear()
+        self._everything.clear()
+        del self._weights, self._kv, self._state, self._rules
 
     def launch(self, plan: StepPlan) -> LaunchedDeviceStep:
-        """Starts a step and returns at once."""
-        shape = self.buckets.shape_of(plan)
+        """Starts a step and returns at once; of a constrained plan, the first half."""
+        return self._launch(plan, self.buckets.shape_of(plan))
+
+    def _launch(self, plan: StepPlan, shape: StepShape) -> LaunchedDeviceStep:
         packed = pack(plan, shape, self.step.num_rows, self.step.pages_per_row)
-        self._kv, self._state, output = self.executable(shape)(self._weights, self._kv, self._state, packed)
-        output.copy_to_host_async()
-        return LaunchedDeviceStep(output, plan, shape)
+        first_half = self.executables[shape]
+        self._kv, self._state, ready, hidden = first_half(self._weights, self._kv, self._state, packed)
+        with_rules = self._rules.seat(plan)
+        launched = LaunchedDeviceStep(self, plan, shape, ready, with_rules, self._score_prompt(plan, hidden))
+        if not plan.is_constrained:
+            self.launch_sampling(launched, self._all_ids(shape.sample_rows))
+        return launched
+
+    def launch_sampling(self, step: LaunchedDeviceStep, allowed: np.ndarray | jax.Array) -> None:
+        """The second half; `allowed` as in `apply_rules`, read in steps with rules."""
+        second_half = self.executables[SampleShape(step.shape.sample_rows, step.with_rules)]
+        if step.with_rules:
+            result = second_half(self._state, step.ready, self._rules.rules, allowed)
+        else:
+            result = second_half(self._state, step.ready)
+        self._state, step.output, scores, rules = result
+        step.ready = None
+        if step.with_rules:
+            self._rules.rules = rules
+        if step.plan.is_scored:
+            step.scores = scores
+            scores.copy_to_host_async()
+        assert step.output is not None
+        step.output.copy_to_host_async()
+
+    def _all_ids(self, num_rows: int) -> jax.Array:
+        """The mask that allows everything, kept on the device."""
+        if num_rows not in self._everything:
+            words = np.full((num_rows, mask_words(self.step.config.vocab_size)), -1, dtype=np.int32)
+            self._everything[num_rows] = jax.device_put(words, self.device)
+        return self._everything[num_rows]
+
+    def _score_prompt(self, plan: StepPlan, hidden: jax.Array) -> jax.Array | None:
+        if not any(chunk.scores_prompt for chunk in plan.chunks):
+            return None
+        targets = np.zeros(len(hidden), dtype=np.int32)
+        num_top = np.full(len(hidden), -1, dtype=np.int32)
+        start = 0
+        for chunk in plan.chunks:
+            wanted = chunk.request.sampling.prompt_logprobs
+            if chunk.scores_prompt and wanted is not None:
+                predicted = chunk.predicted_ids
+                targets[start : start + len(predicted)] = predicted
+                num_top[start : start + len(predicted)] = wanted
+            start += len(chunk.token_ids)
+        targets.flags.writeable = num_top.flags.writeable = False
+        scores = self.executables[Rare.SCORE_PROMPT](self._weights, hidden, targets, num_top)
+        scores.copy_to_host_async()
+        return scores

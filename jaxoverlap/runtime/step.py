@@ -1,8 +1,8 @@
-"""The device step: ``(weights, kv, state, packed) → (kv, state, output)``, one dispatch.
+"""The first half of a step: ``(weights, kv, state, packed) → (kv, state, ready, hidden)``, one dispatch.
 
     packed ──► seat chunks, add pages ──► tokens, positions, slots ──► decoder + paged attention
                         ▲                        ▲                               │
-                  row state  ◄── publish: next token, length, finished ◄── logits of each row's last token
+                  row state  ◄── `sample`: next token, length, finished ◄── logits of each row's last token
 
 A row that the device knows to be finished (or that is padding) is a no-op: its slot and its row index are out
 of range, so its KV write and its state update are dropped, and its output is void.
@@ -18,12 +18,15 @@ import jax.numpy as jnp
 
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.decoder import Decoder
-from jaxoverlap.model.sampling import SamplingRows, choose_tokens
+from jaxoverlap.model.scores import SCORE_WORDS, score_tokens
 from jaxoverlap.runtime.buckets import StepShape
 from jaxoverlap.runtime.packing import PackedStep, read_row_params, unpack
 from jaxoverlap.runtime.row_state import KVPages, RowState
-from jaxoverlap.scheduler.plan import RowStatus
+from jaxoverlap.runtime.sample_step import ReadyToSample
 from pallas_kernels import decode_attention, extend_attention, write_kv
+
+_SCORED_TOGETHER = 16
+"""Prompt tokens whose logits exist at once."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,9 @@ class DeviceStep:
       config, dtype: the model.
       num_rows, pages_per_row: R and C of the row state.
       num_pages: P, pages of one layer; page_size: positions in a page.
+      max_prompt_tokens: in any step; every step pads to it what `score_prompt` reads, which so has one shape.
       attention: implementation in `pallas_kernels`.
+      deterministic: prompt tokens attend as decoding rows do, so that it does not matter which of them a token is in.
     """
 
     config: ModelConfig
@@ -43,15 +48,18 @@ class DeviceStep:
     pages_per_row: int
     num_pages: int
     page_size: int
+    max_prompt_tokens: int
     attention: str = "xla"
+    deterministic: bool = False
 
     def __call__(
         self, shape: StepShape, weights: Any, kv: KVPages, state: RowState, packed: jax.Array
-    ) -> tuple[KVPages, RowState, jax.Array]:
+    ) -> tuple[KVPages, RowState, ReadyToSample, jax.Array]:
         """Runs one step of a static shape with T prompt tokens, R prompts and B decoding rows.
 
         Returns:
-          The pool, the row state, and int32 [R + B, 2]: token and `RowStatus` of each prompt, then of each row.
+          The pool; the row state; what `sample` needs of the R + B rows; and the last hidden states of the prompt
+          tokens, [max_prompt_tokens, hidden_size] ([0, …] of a step without any), for `score_prompt`.
         """
         step = unpack(packed, shape, self.pages_per_row)
         state = self._add_pages(self._seat_chunks(state, step), step)
@@ -66,8 +74,40 @@ class DeviceStep:
         last_hidden = _join(hidden[: shape.prefill_tokens][last_of_chunk], hidden[shape.prefill_tokens :])
         logits = decoder.apply(weights, last_hidden, method=Decoder.logits)
         assert isinstance(logits, jax.Array)
-        state, output = self._publish(state, step, logits)
-        return attention.kv, state, output
+        missing = (0, self.max_prompt_tokens - shape.prefill_tokens if shape.prefill_tokens else 0)
+        prompt_hidden = jnp.pad(hidden[: shape.prefill_tokens], (missing, (0, 0)))
+        return attention.kv, state, self._ready(shape, state, step, logits), prompt_hidden
+
+    def score_prompt(self, weights: Any, hidden: jax.Array, targets: jax.Array, num_top: jax.Array) -> jax.Array:
+        """Scores the token that follows each of T prompt tokens; a few at a time, so that no [T, V] ever exists.
+
+        Args (T is max_prompt_tokens):
+          hidden: [T, hidden_size].
+          targets, num_top: int32 [T], see `score_tokens`.
+
+        Returns:
+          int32 [T, SCORE_WORDS].
+        """
+        decoder = Decoder(self.config, self.dtype)
+        width = min(_SCORED_TOGETHER, len(targets))
+        blocks = -(-len(targets) // width)
+        padding = blocks * width - len(targets)
+
+        def split(array: jax.Array, fill: int = 0) -> jax.Array:
+            widths = [(0, padding)] + [(0, 0)] * (array.ndim - 1)
+            return jnp.pad(array, widths, constant_values=fill).reshape(blocks, width, *array.shape[1:])
+
+        def score(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+            def of_logits() -> jax.Array:
+                logits = decoder.apply(weights, block[0], method=Decoder.logits)
+                assert isinstance(logits, jax.Array)
+                return score_tokens(logits, block[1], block[2])
+
+            nothing = jnp.zeros((width, SCORE_WORDS), dtype=jnp.int32)
+            return jax.lax.cond(jnp.any(block[2] >= 0), of_logits, lambda: nothing)
+
+        words = jax.lax.map(score, (split(hidden), split(targets), split(num_top, -1)))
+        return words.reshape(blocks * width, SCORE_WORDS)[: len(targets)]
 
     def _seat_chunks(self, state: RowState, step: PackedStep) -> RowState:
         """Every chunk sets its row up anew; only the first needs it, and the others change nothing."""
@@ -104,46 +144,27 @@ class DeviceStep:
         finished = state.finished.at[rows].get(mode="fill", fill_value=True)
         positions = state.seq_len.at[rows].get(mode="fill", fill_value=0)
         pages = state.page_table.at[rows, positions // self.page_size].get(mode="fill", fill_value=self.num_pages)
-        slots = jnp.where(finished, self._no_slot, pages * self.page_size + positions % self.page_size)
+        slots = jnp.where(finished, self.no_slot, pages * self.page_size + positions % self.page_size)
         return _Tokens(state.last_token.at[rows].get(mode="fill", fill_value=0), positions, slots)
 
     @property
-    def _no_slot(self) -> int:
+    def no_slot(self) -> int:
         return self.num_pages * self.page_size
 
-    def _publish(self, state: RowState, step: PackedStep, logits: jax.Array) -> tuple[RowState, jax.Array]:
+    def _ready(self, shape: StepShape, state: RowState, step: PackedStep, logits: jax.Array) -> ReadyToSample:
         rows = _join(step.chunk_rows, step.decode_rows)
         finished = state.finished.at[rows].get(mode="fill", fill_value=True)
         decoded = jnp.ones_like(step.decode_rows)
-        publishes = _join(step.publishes, decoded).astype(bool) & ~finished
         # A chunk's row already has its new length; a decoding row grows by the token it has just run.
         seq_len = state.seq_len.at[rows].get(mode="fill", fill_value=0) + _join(step.chunk_rows * 0, decoded)
-        params = read_row_params(state.params.at[rows].get(mode="fill", fill_value=0))
-        sampling = SamplingRows(
-            temperature=params["temperature"],
-            top_k=params["top_k"],
-            top_p=params["top_p"],
-            min_p=params["min_p"],
-            seed=params["seed"],
-            sample_index=params["sample_index"],
-            position=seq_len,
+        publishes = _join(step.publishes, decoded).astype(bool) & ~finished
+        padding = (0, shape.sample_rows - len(rows))
+        return ReadyToSample(
+            logits=jnp.pad(logits, (padding, (0, 0))),
+            rows=jnp.pad(rows, padding, constant_values=self.num_rows),
+            publishes=jnp.pad(publishes, padding),
+            seq_len=jnp.pad(seq_len, padding),
         )
-        tokens, finite = choose_tokens(logits, sampling, publishes)
-        num_outputs = state.num_outputs.at[rows].get(mode="fill", fill_value=0) + 1
-        status = jnp.where(num_outputs >= params["max_outputs"], RowStatus.LENGTH, RowStatus.RUNNING)
-        status = jnp.where(jnp.any(tokens[:, None] == params["stop_ids"], axis=-1), RowStatus.STOP, status)
-        status = jnp.where(finite, status, RowStatus.BAD_LOGITS)
-        status = jnp.where(publishes, status, RowStatus.VOID).astype(jnp.int32)
-
-        target = jnp.where(publishes, rows, self.num_rows)
-        state = replace(
-            state,
-            last_token=state.last_token.at[target].set(tokens, mode="drop"),
-            seq_len=state.seq_len.at[target].set(seq_len, mode="drop"),
-            num_outputs=state.num_outputs.at[target].set(num_outputs, mode="drop"),
-            finished=state.finished.at[target].set(status != RowStatus.RUNNING, mode="drop"),
-        )
-        return state, jnp.stack([tokens, status], axis=-1)
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,16 @@ class _PagedAttention:
         self._decode_tables = state.page_table.at[rows].get(mode="fill", fill_value=step.num_pages)
         finished = state.finished.at[rows].get(mode="fill", fill_value=True)
         self._decode_lens = jnp.where(finished, 0, decodes.positions + 1)
+        if step.deterministic:
+            self._make_prompt_tokens_rows(prompts)
+
+    def _make_prompt_tokens_rows(self, prompts: _Tokens) -> None:
+        chunk = jnp.searchsorted(self._packed.cu_q_lens[1:], jnp.arange(self._num_prompt_tokens), side="right")
+        tables = self._packed.page_tables.at[chunk].get(mode="fill", fill_value=self._step.num_pages)
+        lens = jnp.where(prompts.slots < self._step.no_slot, prompts.positions + 1, 0)
+        self._decode_tables = _join(tables, self._decode_tables)
+        self._decode_lens = _join(lens, self._decode_lens)
+        self._num_prompt_tokens = 0
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         step, packed, split = self._step, self._packed, self._num_prompt_tokens

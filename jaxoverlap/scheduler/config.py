@@ -32,6 +32,7 @@ class SchedulerConfig:
         `max_prompt_wait`.
       window: no token's attention reaches further back, in any layer; pages before it are freed. None keeps all.
       max_queue: requests that may wait without having run; None is no limit.
+      deterministic: every step has one and the same shape, so that no result depends on who else is in it.
       stuck_after: a running request without progress for so long is ended with an error.
     """
 
@@ -50,6 +51,7 @@ class SchedulerConfig:
     cache_aware_order: bool = False
     window: int | None = None
     max_queue: int | None = None
+    deterministic: bool = False
     stuck_after: float = 60.0
 
     @property

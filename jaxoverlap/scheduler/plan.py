@@ -1,7 +1,7 @@
 """What passes between the scheduler and the device, and nothing else.
 
     StepPlan    planned: frozen arrays and a snapshot of who is who     scheduler → runner
-    (result)    int32 [rows, 2], token and `RowStatus`, by plan order   runner → scheduler
+    StepResult  what the device says, by plan order                      runner → scheduler
     StepOutput  committed: what the step meant                          scheduler → everyone
 
 A plan is never changed after `Scheduler.plan` returned it, and its arrays are its own: the device may read
@@ -20,13 +20,17 @@ from jaxoverlap.request import Request
 
 
 class RowStatus(enum.IntEnum):
-    """What the device says of a row after a step; it decides end by id and by length itself."""
+    """What the device says of a row after a step; it decides end by id and by length itself.
+
+    Up to `LENGTH` there is a token.
+    """
 
     RUNNING = 0
     STOP = 1  # the token is one of the row's stop ids
     LENGTH = 2  # the output limit is reached
     BAD_LOGITS = 3  # NaN or infinite logits: no token could be chosen
     VOID = 4  # nothing published: an intermediate chunk, or a row that had already finished
+    NO_TOKEN = 5  # the request's own rules leave no token to choose
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +59,16 @@ class PrefillChunk:
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
+    @property
+    def scores_prompt(self) -> bool:
+        """Some of the prompt's log-probabilities come of this chunk, and are asked for."""
+        return self.request.needs_prompt_scores and self.start < self.request.prompt_len - 1
+
+    @property
+    def predicted_ids(self) -> np.ndarray:
+        """The prompt tokens that this chunk's tokens predict: those from ``start + 1`` on, int32 [≤ extend_len]."""
+        return self.request.prompt_ids[self.start + 1 : self.end + 1]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
@@ -63,10 +77,12 @@ class StepPlan:
     Attributes:
       step_id: 0, 1, 2, … in launch order; steps are committed in the same order.
       chunks: at most one per row.
-      decode_rows: int32 [D], distinct rows that decode one token each.
+      decode_rows: int [D], distinct rows that decode one token each.
       decode_new_pages: int32 [D], the page that the row's next position starts, or `no_page`.
       rows, generations, request_ids: int [len(chunks) + D], who the results belong to.
       no_page: an id just outside the pool, so that the device drops a write to it.
+      constrained: int [n], indices into `rows` of those that must follow a grammar.
+      is_scored: some row asks for log-probabilities.
     """
 
     step_id: int
@@ -77,13 +93,27 @@ class StepPlan:
     generations: np.ndarray
     request_ids: np.ndarray
     no_page: int
+    constrained: np.ndarray
+    is_scored: bool
+
+    @classmethod
+    def of_nothing(cls, no_page: int) -> StepPlan:
+        """A step without rows."""
+        none = np.zeros(0, dtype=np.int32)
+        return cls(-1, (), none, none, none, none, none, no_page, none, False)
+
+    @property
+    def is_constrained(self) -> bool:
+        """The step is launched in two halves, and the second needs to know what may be said."""
+        return len(self.constrained) > 0
 
     def seal(self) -> None:
         """Makes every array read-only: the device may read it in place until the step is done."""
         for array in (self.decode_rows, self.decode_new_pages, self.rows, self.generations, self.request_ids):
-            array.flags.writeable = False
+            array.setflags(write=False)
         for chunk in self.chunks:
-            chunk.token_ids.flags.writeable = chunk.page_table.flags.writeable = False
+            chunk.token_ids.setflags(write=False)
+            chunk.page_table.setflags(write=False)
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -95,10 +125,39 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What the device says of a plan's rows, in the plan's order.
+
+    Attributes:
+      outcomes: int32 [rows, 2], token and `RowStatus`.
+      scores: int32 [rows, SCORE_WORDS] as `jaxoverlap.model.scores` has it, if the plan is scored.
+      prompt_scores: the same for each prompt token, [≥ prefill tokens, SCORE_WORDS], if a chunk asks for it.
+    """
+
+    outcomes: np.ndarray
+    scores: np.ndarray | None = None
+    prompt_scores: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StepOutput:
-    """What was committed: one new token each for `requests`, and who is finished (by a token, abort or error)."""
+    """What was committed: one new token each for `requests`, and who is finished (by a token, abort or error).
+
+    A turn that commits several steps has all their tokens here, in order; step_id is that of the last.
+    """
 
     step_id: int | None
     requests: Sequence[Request]
     token_ids: Sequence[int]
     finished: Sequence[Request]
+
+    @classmethod
+    def joined(cls, outputs: Sequence[StepOutput]) -> StepOutput:
+        if len(outputs) == 1:
+            return outputs[0]
+        return cls(
+            outputs[-1].step_id if outputs else None,
+            [request for output in outputs for request in output.requests],
+            [token_id for output in outputs for token_id in output.token_ids],
+            [request for output in outputs for request in output.finished],
+        )

@@ -10,7 +10,7 @@ from jaxoverlap.scheduler.policy import StepView, choose_step, choose_victims, c
 from jaxoverlap.scheduler.state import SchedulerState
 
 _NOBODY = (-1, 0, 0)
-_NO_ROWS = np.empty(0, dtype=np.int32)
+_NO_ROWS = np.empty(0, dtype=np.intp)
 _LOOK_AHEAD = 32
 """Requests of the queue among which `cache_aware_order` chooses."""
 _TRIES = 1 / 32
@@ -34,7 +34,7 @@ class Planner:
         state, config = self._state, self._state.config
         view = StepView(
             can_prefill=bool(state.prefilling) or self._admit(now),
-            can_decode=bool(state.rows.decoding.any()),
+            can_decode=bool(np.count_nonzero(state.rows.decoding)),
             prefill_streak=self._prefill_streak,
             decode_waited=now - self._last_decode,
         )
@@ -59,21 +59,22 @@ class Planner:
     # ---------------------------------------------------------------- decoding rows
 
     def _plan_decode(self) -> tuple[np.ndarray, np.ndarray]:
-        """One token for every decoding row: whole arrays at once, since nearly all rows need nothing else."""
+        """One token for every decoding row: whole columns at once, since nearly all rows need nothing else."""
         rows, memory = self._state.rows, self._state.memory
-        chosen = np.flatnonzero(rows.decoding).astype(np.int32)
-        needs_page = rows.planned_len[chosen] == memory.num_pages[chosen] * memory.page_size
-        if needs_page.any():
-            without = self._rows_without_page(chosen[needs_page])
-            if len(without):
-                stays = rows.decoding[chosen] & ~np.isin(chosen, without)
-                chosen, needs_page = chosen[stays], needs_page[stays]
-        new_pages = np.full(len(chosen), memory.no_page, dtype=np.int32)
-        if needs_page.any():
-            new_pages[needs_page] = memory.grow_by_one(chosen[needs_page])
-        rows.planned_len[chosen] += 1
-        rows.planned_outputs[chosen] += 1
-        rows.decoding[chosen] = rows.planned_outputs[chosen] < rows.max_outputs[chosen]
+        growing = (rows.decoding & (rows.planned_len == memory.num_pages * memory.page_size)).nonzero()[0]
+        goes = rows.decoding
+        if len(growing):
+            without = self._rows_without_page(growing)
+            goes = rows.decoding.copy()  # of those that are left when room has been made
+            goes[without] = False
+            growing = growing[goes[growing]]
+        chosen = goes.nonzero()[0].copy()  # nonzero gives a view of an array that can be written to
+        new_pages = np.empty(len(chosen), dtype=np.int32)
+        new_pages.fill(memory.no_page)
+        if len(growing):
+            new_pages[chosen.searchsorted(growing)] = memory.grow_by_one(growing)
+        rows.planned_len += goes
+        rows.decoding &= rows.planned_len < rows.max_len
         return chosen, new_pages
 
     def _rows_without_page(self, growing: np.ndarray) -> np.ndarray:
@@ -96,8 +97,7 @@ class Planner:
             key=lambda row: (requests[row].priority, requests[row].request_id),
         )
         # What a victim was promised is already left over; its pages come when it retires.
-        served = by_age[: memory.num_unpromised]
-        return np.setdiff1d(beyond, np.array(served, dtype=np.int32))
+        return np.array(by_age[memory.num_unpromised :], dtype=np.intp)
 
     # ---------------------------------------------------------------- prompts
 
@@ -151,8 +151,7 @@ class Planner:
         publishes = end == len(tokens)
         if publishes:
             del state.prefilling[request.request_id]
-            rows.planned_outputs[row] += 1
-            rows.decoding[row] = rows.planned_outputs[row] < rows.max_outputs[row]
+            rows.decoding[row] = end < request.max_len
         state.counters.computed_tokens += end - start
         return PrefillChunk(
             request=request,
@@ -205,8 +204,10 @@ class Planner:
         """Preempts for a request that has waited too long: rows that had their turn, and so long at least."""
         state = self._state
         promised = state.pages_for(state.promise_to(request))
-        pages = state.memory.shortage(request.known_ids(), request.cache_salt, promised) - state.pages_on_their_way()
-        rows = 0 if state.rows.free_rows or state.rows.leaving.any() else 1
+        reuse = not request.needs_prompt_scores
+        pages = state.memory.shortage(request.known_ids(), request.cache_salt, promised, reuse=reuse)
+        pages -= state.pages_on_their_way()
+        rows = 0 if state.rows.free_rows or np.count_nonzero(state.rows.leaving) else 1
         views = state.running_views(running_until=now - state.config.max_prompt_wait)
         victims = choose_victims(views, pages, rows=rows, at_least_priority=request.priority)
         enough = sum(view.pages for view in views if view.row in victims) >= pages and len(victims) >= rows
@@ -222,10 +223,10 @@ class Planner:
     def _freeze(
         self, chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray, decode_new_pages: np.ndarray
     ) -> StepPlan:
-        table = self._state.rows
-        chunk_rows = np.fromiter((chunk.row for chunk in chunks), dtype=np.int32, count=len(chunks))
-        rows = np.concatenate([chunk_rows, decode_rows])
-        table.in_flight[rows] += 1
+        table, rows = self._state.rows, decode_rows
+        if chunks:
+            rows = np.concatenate([np.array([chunk.row for chunk in chunks], dtype=np.intp), decode_rows])
+        table.last_step[rows] = self._next_step_id
         plan = StepPlan(
             step_id=self._next_step_id,
             chunks=chunks,
@@ -235,6 +236,8 @@ class Planner:
             generations=table.generation[rows],
             request_ids=table.request_ids[rows],
             no_page=self._state.memory.no_page,
+            constrained=np.flatnonzero(table.constrained[rows]),
+            is_scored=bool(table.scored[rows].any()),
         )
         self._next_step_id += 1
         plan.seal()

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
+class StepView(NamedTuple):
     """What decides the kind of the next step.
 
     Attributes:
@@ -36,8 +36,7 @@ class StepView:
     decode_waited: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepKind:
+class StepKind(NamedTuple):
     prefill: bool
     decode: bool
 

@@ -1,14 +1,18 @@
 """The row table: reusable lines, one per running request, as arrays so that a step is planned for all at once.
 
     row        0        1        2
-    request    A        (free)   B          A row has one owner at a time; `generation` counts owners, so a
-    generation 4        2        9          result that was launched for an earlier owner is recognised.
+    request    A        (free)   B          A row has one owner at a time. A `generation` ends when the owner is
+    generation 4        2        9          finished, at the latest when it leaves: a result that was launched in
+                                            an earlier one is nobody's.
 
 Lengths of a row, in KV positions:
 
     |<---- written_len: committed steps wrote them ---->|
     |<---- planned_len: written, or launched to be written ----------->|
     |<---- promised_len: pages for so many are kept from its admission on ------------>|
+    |<---- max_len: prompt and outputs at most, but for the last token, whose KV is never written ---->|
+
+Index arrays are of numpy's own index type: any other is converted with each use, which costs more than the use.
 """
 
 from __future__ import annotations
@@ -30,22 +34,32 @@ class RowTable:
         self.written_len = np.zeros(num_rows, dtype=np.int32)
         self.planned_len = np.zeros(num_rows, dtype=np.int32)
         self.promised_len = np.zeros(num_rows, dtype=np.int32)
-        self.planned_outputs = np.zeros(num_rows, dtype=np.int32)
-        self.max_outputs = np.zeros(num_rows, dtype=np.int32)
+        self.max_len = np.zeros(num_rows, dtype=np.int32)
         self.decoding = np.zeros(num_rows, dtype=bool)
-        """May be planned for another token: prompt launched, not leaving, outputs left."""
+        """May be planned for another token: prompt launched, not leaving, `max_len` not reached."""
         self.leaving = np.zeros(num_rows, dtype=bool)
         """Finished or preempted: it is not planned any more and waits for the steps in flight that name it."""
         self.finished = np.zeros(num_rows, dtype=bool)
-        """Leaving, because its request is finished: tokens that still come are nobody's."""
-        self.in_flight = np.zeros(num_rows, dtype=np.int32)
-        """Launched and uncommitted steps that name the row."""
+        """Leaving, because its request is finished."""
+        self.last_step = np.full(num_rows, -1, dtype=np.int64)
+        """The last launched step that names the row."""
+        self.committed_step = -1
+        """The last committed step; they are committed in order."""
+        self.scored = np.zeros(num_rows, dtype=bool)
+        """Its request asks for log-probabilities."""
+        self.constrained = np.zeros(num_rows, dtype=bool)
+        """Its request's text must follow a grammar."""
         self.last_progress = np.zeros(num_rows)
         """Seconds on the scheduler's clock: admission, or the last committed token or chunk."""
 
     @property
     def num_running(self) -> int:
         return self.num_rows - len(self.free_rows)
+
+    @property
+    def in_flight(self) -> np.ndarray:
+        """Rows that an uncommitted step names, bool [num_rows]."""
+        return self.last_step > self.committed_step
 
     def take(self, row: int, request: Request, cached_len: int, promised_len: int, now: float) -> None:
         assert self.free_rows[-1] == row, "rows are taken from the end of the free list"
@@ -54,27 +68,35 @@ class RowTable:
         self.request_ids[row] = request.request_id
         self.written_len[row] = self.planned_len[row] = cached_len
         self.promised_len[row] = promised_len
-        self.max_outputs[row] = request.max_tokens
-        self.planned_outputs[row] = len(request.output_ids)
+        self.max_len[row] = request.max_len
+        self.scored[row] = request.sampling.num_top_logprobs >= 0
+        self.constrained[row] = request.constraint is not None
         self.last_progress[row] = now
+
+    def finish(self, row: int) -> None:
+        """Its request is finished: tokens that still come for it are nobody's."""
+        self.finished[row] = True
+        self.generation[row] += 1
 
     def give_back(self, row: int) -> None:
         """Ends an ownership: the line is blank and the generation is the next one's."""
-        assert self.requests[row] is not None and self.in_flight[row] == 0, f"row {row} is not ready to be reused"
+        ready = self.requests[row] is not None and self.last_step[row] <= self.committed_step
+        assert ready, f"row {row} is not ready to be reused"
         self.generation[row] += 1
         self.requests[row] = None
         self.request_ids[row] = -1
-        for array in (self.written_len, self.planned_len, self.promised_len, self.planned_outputs, self.max_outputs):
-            array[row] = 0
+        self.written_len[row] = self.planned_len[row] = self.promised_len[row] = self.max_len[row] = 0
         self.decoding[row] = self.leaving[row] = self.finished[row] = False
+        self.scored[row] = self.constrained[row] = False
         self.free_rows.append(row)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the columns contradict each other."""
-        taken = np.array([request is not None for request in self.requests])
+        taken = self.request_ids >= 0
+        assert taken.tolist() == [request is not None for request in self.requests.tolist()], "a row of nobody"
         assert sorted(self.free_rows) == np.flatnonzero(~taken).tolist(), "row pool and rows disagree"
         assert not (self.decoding & (self.leaving | ~taken)).any(), "a leaving or free row would decode"
         assert not (self.finished & ~self.leaving).any(), "a finished row that is not leaving"
-        assert (self.in_flight >= 0).all() and not self.in_flight[~taken].any(), "a free row is in flight"
-        assert (self.planned_outputs <= self.max_outputs).all(), "more tokens planned than allowed"
+        assert not self.in_flight[~taken].any(), "a free row is in flight"
+        assert (self.planned_len <= self.max_len).all(), "more tokens planned than allowed"
         assert (self.written_len <= self.planned_len).all(), "more is written than was planned"

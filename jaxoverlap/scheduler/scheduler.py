@@ -24,18 +24,18 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jaxoverlap.errors import DeadlineError, EngineError, JaxOverlapError, QueueFullError
+from jaxoverlap.errors import DeadlineError, EngineError, InvalidRequestError, JaxOverlapError, QueueFullError
 from jaxoverlap.outputs import FinishReason
 from jaxoverlap.request import Request, RequestStatus
 from jaxoverlap.scheduler.config import SchedulerConfig
-from jaxoverlap.scheduler.plan import RowStatus, StepOutput, StepPlan
+from jaxoverlap.scheduler.plan import RowStatus, StepOutput, StepPlan, StepResult
 from jaxoverlap.scheduler.planner import Planner
+from jaxoverlap.scheduler.scores import commit_prompt_scores, commit_scores
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 from jaxoverlap.scheduler.state import Counters, SchedulerState
 
-_HAS_TOKEN = np.array([status not in (RowStatus.VOID, RowStatus.BAD_LOGITS) for status in RowStatus])
-_IS_BAD = np.array([status == RowStatus.BAD_LOGITS for status in RowStatus])
-_ENDS = np.array([status not in (RowStatus.RUNNING, RowStatus.VOID) for status in RowStatus])
+_LENGTH = RowStatus.LENGTH.value
+"""A plain integer: numpy takes 6 µs to see that a member of an enum is one."""
 _PAUSE = 1.0
 """Seconds between two turns after which the caller was away, and nobody is stuck for that."""
 
@@ -49,10 +49,13 @@ class Scheduler:
         self._planner = Planner(self.state)
         self._clock = clock
         self._newly_finished: list[Request] = []
-        self._next_commit_id = 0
         self._last_turn = self._next_scan = self._last_progress = -np.inf
 
     # ---------------------------------------------------------------- state
+
+    def now(self) -> float:
+        """Seconds on the scheduler's clock."""
+        return self._clock()
 
     @property
     def counters(self) -> Counters:
@@ -60,7 +63,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self.state.waiting)
+        return self.state.num_waiting
 
     @property
     def num_running(self) -> int:
@@ -68,7 +71,7 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(len(self.state.waiting) or self.state.running)
+        return bool(self.state.num_waiting or self.state.running)
 
     @property
     def has_news(self) -> bool:
@@ -78,7 +81,7 @@ class Scheduler:
     @property
     def queue_is_full(self) -> bool:
         limit = self.config.max_queue
-        return limit is not None and self.state.waiting.num_fresh >= limit
+        return limit is not None and self.state.waiting.num_fresh + len(self.state.held) >= limit
 
     def memory_snapshot(self) -> MemorySnapshot:
         """Who has which page now."""
@@ -146,10 +149,11 @@ class Scheduler:
         """A request that makes no progress though others or time do is a bug; it must not hang its caller."""
         rows, patience = self.state.rows, self.config.stuck_after
         self._next_scan = now + patience / 8
-        if now - self._last_turn > _PAUSE and not rows.in_flight.any():
+        in_flight = rows.in_flight
+        if now - self._last_turn > _PAUSE and not in_flight.any():
             rows.last_progress[:] = self._last_progress = now  # nobody called
             return
-        idle = (rows.request_ids >= 0) & ~rows.leaving & (rows.in_flight == 0)
+        idle = (rows.request_ids >= 0) & ~rows.leaving & ~in_flight
         if now - self._last_progress <= patience:
             # As long as others go on, a prompt may be set aside for more urgent ones, and a row may lack a page.
             idle[[request.row for request in self.state.prefilling.values()]] = False
@@ -171,64 +175,113 @@ class Scheduler:
 
     # ---------------------------------------------------------------- commit, finish, retire
 
-    def commit(self, plan: StepPlan, result: np.ndarray) -> StepOutput:
-        """Takes a step's result, int32 [len(plan.rows), 2]: token and `RowStatus` of each row.
+    def allowed_tokens(self, plan: StepPlan) -> np.ndarray:
+        """What the rows of a constrained plan may say, once everything before it is committed: int32 [rows, words],
+        a set bit for each id that may come; all of them for rows that follow no grammar."""
+        words = -(-self.config.limits.vocab_size // 32)
+        allowed = np.full((len(plan.rows), words), -1, dtype=np.int32)
+        table = self.state.rows
+        for index in plan.constrained.tolist():
+            row = plan.rows[index]
+            if table.finished[row]:  # by what was committed meanwhile: its token is nobody's
+                continue
+            request: Request = table.requests[row]
+            assert request.constraint is not None
+            request.constraint.fill_mask(allowed[index])
+            self._end_if_constraint_failed(request)
+        return allowed
+
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Takes a step's result.
 
         Raises:
           EngineError: a plan out of order, committed twice, or a result of another shape.
         """
-        if plan.step_id != self._next_commit_id:
-            raise EngineError(f"step {plan.step_id} committed, but step {self._next_commit_id} is the oldest in flight")
-        if result.shape != (len(plan.rows), 2):
-            raise EngineError(f"step {plan.step_id}: result of shape {result.shape} for {len(plan.rows)} rows")
-        self._next_commit_id += 1
         rows = self.state.rows
-        rows.in_flight[plan.rows] -= 1
-        status = result[:, 1]
-        same_owner = (rows.generation[plan.rows] == plan.generations) & (
-            rows.request_ids[plan.rows] == plan.request_ids
-        )
-        alive = same_owner & ~rows.finished[plan.rows]
-        good = alive & _HAS_TOKEN[status]
-        rows.last_progress[plan.rows[alive]] = now = self._clock()
+        if plan.step_id != rows.committed_step + 1:
+            raise EngineError(f"step {plan.step_id} committed, but {rows.committed_step + 1} is the oldest in flight")
+        outcomes = result.outcomes
+        if outcomes.shape != (len(plan.rows), 2):
+            raise EngineError(f"step {plan.step_id}: result of shape {outcomes.shape} for {len(plan.rows)} rows")
+        rows.committed_step = plan.step_id
+        status = outcomes[:, 1]
+        rows.last_progress[plan.rows] = now = self._clock()
+        alive = rows.generation[plan.rows] == plan.generations
         if plan.chunks:
-            self._commit_chunks(plan, alive & ~_IS_BAD[status], good, now)
-        decoded = good[len(plan.chunks) :]
-        rows.written_len[plan.decode_rows[decoded]] += 1
-        requests: list[Request] = rows.requests[plan.rows[good]].tolist()
-        token_ids: list[int] = result[good, 0].tolist()
+            self._commit_chunks(plan, alive.tolist(), status.tolist(), now)
+            if result.prompt_scores is not None:
+                commit_prompt_scores(plan, alive, result.prompt_scores)
+        eventful = np.count_nonzero(status) > 0
+        good = alive & (status <= _LENGTH) if eventful else alive
+        named, decoded, tokens = plan.rows, plan.decode_rows, outcomes[:, 0]
+        if np.count_nonzero(good) < len(good):
+            named, decoded, tokens = named[good], decoded[good[len(plan.chunks) :]], tokens[good]
+        rows.written_len[decoded] += 1
+        requests: list[Request] = rows.requests[named].tolist()
+        token_ids: list[int] = tokens.tolist()
         for request, token_id in zip(requests, token_ids, strict=True):
             request.output_ids.append(token_id)
-        for index in np.flatnonzero(alive & _ENDS[status]).tolist():
-            self._finish_as_device_says(rows.requests[plan.rows[index]], RowStatus(int(status[index])))
+        if result.scores is not None:
+            commit_scores(requests, token_ids, result.scores[good])
+        if plan.is_constrained:
+            for index in plan.constrained[good[plan.constrained]].tolist():
+                if status[index] != RowStatus.STOP:
+                    self._advance(rows.requests[plan.rows[index]])
+        if eventful:
+            for row, is_alive, code in zip(plan.rows.tolist(), alive.tolist(), status.tolist(), strict=True):
+                if is_alive and not rows.finished[row]:
+                    self._finish_as_device_says(rows.requests[row], code)
         return StepOutput(plan.step_id, requests, token_ids, self.take_news())
+
+    def _advance(self, request: Request) -> None:
+        constraint = request.constraint
+        assert constraint is not None
+        constraint.advance(request.output_ids[-1])
+        if not self._end_if_constraint_failed(request) and constraint.is_complete:
+            self._finish(request, FinishReason.GRAMMAR_COMPLETE)
+
+    def _end_if_constraint_failed(self, request: Request) -> bool:
+        assert request.constraint is not None
+        problem = request.constraint.error
+        if problem is not None:
+            asked = request.sampling.structured_output
+            self._finish(request, FinishReason.ERROR, error=InvalidRequestError("structured_output", asked, problem))
+        return problem is not None
 
     def take_news(self) -> list[Request]:
         """Requests finished since the last call, in the order in which they finished."""
         news, self._newly_finished = self._newly_finished, []
         return news
 
-    def _commit_chunks(self, plan: StepPlan, written: np.ndarray, published: np.ndarray, now: float) -> None:
+    def _commit_chunks(self, plan: StepPlan, alive: list[bool], statuses: list[int], now: float) -> None:
         rows = self.state.rows
-        for index, chunk in enumerate(plan.chunks):
+        for chunk, is_alive, status in zip(plan.chunks, alive, statuses, strict=False):
             request = chunk.request
-            if written[index]:
-                rows.written_len[chunk.row] = chunk.end
-                if not rows.leaving[chunk.row]:
-                    assert request.extend_ids is not None
-                    self.state.memory.cache_pages(chunk.row, request.extend_ids[: chunk.end])
-            if published[index] and request.first_token_time is None:
+            if not is_alive or status == RowStatus.BAD_LOGITS:
+                continue
+            rows.written_len[chunk.row] = chunk.end
+            if not rows.leaving[chunk.row]:
+                assert request.extend_ids is not None
+                self.state.memory.cache_pages(chunk.row, request.extend_ids[: chunk.end])
+            if status <= _LENGTH and request.first_token_time is None:
                 request.first_token_time = now
+                self.state.release_samples(request, now)
 
-    def _finish_as_device_says(self, request: Request, status: RowStatus) -> None:
+    def _finish_as_device_says(self, request: Request, status: int) -> None:
+        if status in (RowStatus.RUNNING, RowStatus.VOID):
+            return
         if status == RowStatus.LENGTH:
             self._finish(request, FinishReason.LENGTH)
         elif status == RowStatus.STOP:
             token_id = request.output_ids[-1]
             by_caller = token_id in request.sampling.stop_token_ids
             self._finish(request, FinishReason.STOP_TOKEN if by_caller else FinishReason.EOS, matched=token_id)
+        elif status == RowStatus.NO_TOKEN:
+            rules = f"its rules leave no token to choose at position {request.committed_len}"
+            self._finish(request, FinishReason.ERROR, error=InvalidRequestError("sampling_params", None, rules))
         else:
             position = request.committed_len
+            self.counters.bad_rows += 1
             error = EngineError(f"NaN or infinite logits at position {position}: no token could be chosen")
             self._finish(request, FinishReason.ERROR, error=error)
 
@@ -242,10 +295,10 @@ class Scheduler:
     ) -> None:
         assert request.status != RequestStatus.FINISHED, f"request {request.request_id} finished twice"
         if request.row is None:
-            self.state.waiting.remove(request)
+            self.state.leave_queue(request)
         else:
             self.state.leave(request)
-            self.state.rows.finished[request.row] = True
+            self.state.rows.finish(request.row)
             del self.state.running[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
@@ -253,12 +306,13 @@ class Scheduler:
         request.error = error
         request.finish_time = self._clock()
         self._newly_finished.append(request)
+        self.state.release_samples(request, request.finish_time)
 
     def retire(self) -> None:
         """Takes back leaving rows that no step in flight names, and pages that fell out of a window."""
         rows = self.state.rows
-        if rows.leaving.any():
-            for row in np.flatnonzero(rows.leaving & (rows.in_flight == 0)).tolist():
+        if np.count_nonzero(rows.leaving):
+            for row in (rows.leaving & ~rows.in_flight).nonzero()[0].tolist():
                 self.state.retire(row, self._clock())
         if self.config.frees_window:
             self._drop_out_of_window()

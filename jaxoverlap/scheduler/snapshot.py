@@ -27,7 +27,7 @@ class PageOwner:
       request_id: the row's request, for "row".
       index: which page of its sequence it is, from 0.
       readers: running requests that read it.
-      last_used: of an unlocked cached page, a count that grows with every use; the lowest goes first.
+      last_used: of a cached page that nobody reads, its place in the order of last use; the lowest goes first.
     """
 
     page: int
@@ -62,9 +62,10 @@ class MemorySnapshot:
         readers = np.bincount(
             memory.page_table[memory.page_table < memory.no_page], minlength=memory.pool.num_pages
         ).tolist()
+        place = {node: index for index, node in enumerate(memory.cache.unlocked())}
         for node in memory.cache.nodes():
-            last_used = None if node.holds else node.last_used
-            pages[node.page] = PageOwner(node.page, "cache", None, node.depth - 1, readers[node.page], last_used)
+            page = node.page
+            pages[page] = PageOwner(page, "cache", None, node.depth - 1, readers[page], place.get(node))
         for row, column in np.argwhere(memory.is_own).tolist():
             page = int(memory.page_table[row, column])
             pages[page] = PageOwner(page, "row", int(rows.request_ids[row]), column, readers[page])

@@ -8,13 +8,12 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
-import numpy as np
-
 from jaxoverlap.cache.row_memory import RowMemory
 from jaxoverlap.request import Request, RequestStatus
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.policy import RunningView, promised_tokens
 from jaxoverlap.scheduler.row_table import RowTable
+from jaxoverlap.scheduler.samples import HeldSamples
 from jaxoverlap.scheduler.waiting_queue import WaitingQueue
 
 
@@ -25,12 +24,14 @@ class Counters:
     Attributes:
       admitted_tokens: tokens of admitted requests, again for each admission; cached_tokens: those found in the cache.
       computed_tokens: prompt tokens launched; preemptions: rows taken from requests that were not finished.
+      bad_rows: rows ended by NaN or infinite logits.
     """
 
     admitted_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    bad_rows: int = 0
 
 
 class SchedulerState:
@@ -48,6 +49,7 @@ class SchedulerState:
             prefix_cache=config.prefix_cache,
         )
         self.waiting = WaitingQueue()
+        self.held = HeldSamples()
         self.running: dict[int, Request] = {}
         """With a row, unfinished; those about to lose the row included."""
         self.prefilling: dict[int, Request] = {}
@@ -56,12 +58,30 @@ class SchedulerState:
         self.counters = Counters()
 
     def find(self, request_id: int) -> Request | None:
-        return self.waiting.get(request_id) or self.running.get(request_id)
+        return self.waiting.get(request_id) or self.running.get(request_id) or self.held.get(request_id)
 
     def enqueue(self, request: Request, now: float) -> None:
         request.status = RequestStatus.WAITING
         request.waiting_since = now
-        self.waiting.push(request)
+        if self.config.prefix_cache and self.held.must_wait(request):
+            self.held.hold(request)
+        else:
+            self.waiting.push(request)
+
+    def release_samples(self, leader: Request, now: float) -> None:
+        """The leader's prompt is computed, or never will be."""
+        for request in self.held.release(leader):
+            self.enqueue(request, now)
+
+    def leave_queue(self, request: Request) -> None:
+        if request.request_id in self.held:
+            self.held.remove(request)
+        else:
+            self.waiting.remove(request)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) + len(self.held)
 
     def set_deadline(self, request: Request) -> None:
         if request.deadline is not None:
@@ -78,8 +98,7 @@ class SchedulerState:
 
     def promise_to(self, request: Request) -> int:
         """KV positions to keep for a request if it is admitted now."""
-        max_len = request.prompt_len + request.max_tokens - 1
-        return promised_tokens(request.committed_len, max_len, self.config.headroom, request.num_preemptions)
+        return promised_tokens(request.committed_len, request.max_len, self.config.headroom, request.num_preemptions)
 
     def pages_for(self, length: int) -> int:
         return -(-length // self.config.limits.page_size)
@@ -90,7 +109,8 @@ class SchedulerState:
             return False
         row, promised = self.rows.free_rows[-1], self.promise_to(request)
         tokens = request.known_ids()
-        cached = self.memory.seat(row, tokens, request.cache_salt, self.pages_for(promised))
+        pages, reuse = self.pages_for(promised), not request.needs_prompt_scores
+        cached = self.memory.seat(row, tokens, request.cache_salt, pages, reuse=reuse)
         if cached is None:
             return False
         self.waiting.remove(request)
@@ -151,8 +171,8 @@ class SchedulerState:
     def pages_on_their_way(self) -> int:
         """Pages of rows that need no victim to come free: leaving, or launched to their last token."""
         rows = self.rows
-        done = (rows.planned_outputs >= rows.max_outputs) & (rows.request_ids >= 0)
-        return sum(self.memory.releasable(row) for row in np.flatnonzero(rows.leaving | done).tolist())
+        done = (rows.planned_len == rows.max_len) & (rows.request_ids >= 0)
+        return sum(self.memory.releasable(row) for row in (rows.leaving | done).nonzero()[0].tolist())
 
     def check_integrity(self) -> None:
         rows, memory = self.rows, self.memory
@@ -164,6 +184,7 @@ class SchedulerState:
         assert len(self.running) == int(unfinished.sum()), "running requests and rows disagree"
         assert all(request.row is not None and not rows.leaving[request.row] for request in self.prefilling.values())
         assert all(request.row is None for request in self.waiting.first(1000)), "a waiting request has a row"
-        idle = not self.running and not len(self.waiting) and not rows.leaving.any()
+        assert all(self.held.must_wait(request) for request in self.held), "a sample waits for nothing"
+        idle = not self.running and not self.num_waiting and not rows.leaving.any()
         if idle:
             assert memory.num_available == memory.pool.num_pages and rows.num_running == 0, "idle, but not all is back"

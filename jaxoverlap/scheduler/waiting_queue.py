@@ -47,11 +47,11 @@ class WaitingQueue:
         self.num_fresh -= not request.num_preemptions
 
     def head(self) -> Request | None:
-        return self._by_key.peekitem(0)[1] if self._by_id else None
+        return next(self.first(1), None)
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count` at the most, in order. The queue must not change meanwhile."""
-        return islice(self._by_key.values(), count)
+        return map(self._by_key.__getitem__, islice(self._by_key, count))
 
 
 def _key(request: Request) -> Key:

@@ -140,6 +140,7 @@ class Call:
     Args:
       request_id: for callers, operators and the log.
       keys: of its samples, one after the other.
+      arrival: seconds of the system's monotonic clock.
       prompt_ids: int32.
       max_pending: bytes that may wait for its reader; None is no bound, for a call that is read at the end.
 
@@ -162,6 +163,7 @@ class Call:
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
+        self.arrival = arrival
         self.sampling = sampling
         self.samples = [
             Sample(index, key, tokenizer, sampling, arrival) for index, key in enumerate(keys)

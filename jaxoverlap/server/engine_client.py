@@ -16,6 +16,7 @@ from typing import Any
 from jaxoverlap.engine import messages
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
 from jaxoverlap.errors import AbortedError, EngineError, JaxOverlapError, ServerUnavailableError
+from jaxoverlap.observe.logs import about
 from jaxoverlap.outputs import FinishReason, TokenScore
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.server.calls import Call, Sample
@@ -87,14 +88,16 @@ class EngineClient:
         if not self._samples and not self.status.has_work:
             self._heard = time.monotonic()  # nothing was expected until now
         self._samples |= {sample.key: (call, sample) for sample in call.samples}
-        prompt = call.prompt_ids.tobytes()
-        self._send("add", call.samples[0].key, prompt, messages.sampling_to_wire(call.sampling), vars(options))
+        prompt, sampling = call.prompt_ids.tobytes(), messages.sampling_to_wire(call.sampling)
+        self._send("add", call.samples[0].key, prompt, sampling, vars(options), call.arrival)
 
     def abandon(self, call: Call) -> None:
         """Nothing of a call is wanted any more; what the engine still does for it ends."""
-        unfinished = [sample.key for sample in call.samples if self._samples.pop(sample.key, None) is not None]
+        unfinished = [sample.key for sample in call.samples if sample.key in self._samples]
         if unfinished:
             self._send("abort", unfinished)
+        for key in unfinished:
+            del self._samples[key]
 
     async def ask(self, name: str, *arguments: Any) -> Any:
         """The engine's answer to an operator's question.
@@ -205,7 +208,8 @@ class EngineClient:
             try:
                 self._feed(call, sample, ids.get(key, []), scores.get(key, []), ended.get(key))
             except Exception:
-                logger.exception("request %s: its output could not be put together", call.request_id)
+                text = "request %s: its output could not be put together"
+                logger.exception(text, call.request_id, extra=about(call.request_id))
                 call.fail(EngineError("internal error; the server's log says more"))
                 self.abandon(call)
             woken.add(call)
@@ -229,7 +233,7 @@ class EngineClient:
         if error is not None:
             call.fail(messages.error_from_wire(error))
         elif reason == FinishReason.ABORTED:
-            call.fail(AbortedError("the request was aborted by an operator"))
+            call.fail(AbortedError(messages.ABORTED))
         else:
             sample.finish(ids, scores, FinishReason(reason), matched_token_id, finish_time)
         if call.error is not None:

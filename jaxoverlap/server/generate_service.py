@@ -20,6 +20,7 @@ import grpc
 import numpy as np
 
 from jaxoverlap.errors import DeadlineError, InvalidRequestError
+from jaxoverlap.observe.logs import about
 from jaxoverlap.outputs import CompletionOutput, RequestOutput
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.sampling_params import SamplingParams
@@ -144,7 +145,11 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
                 raise DeadlineError("the deadline passed before the request could be queued")
             self._engine.submit(call, requests.request_options(given, timeout=time_left))
             logger.debug(
-                "request %s (%r to its caller): %d prompt tokens", call.request_id, given.client_request_id, len(ids)
+                "request %s (%r to its caller): %d prompt tokens",
+                call.request_id,
+                given.client_request_id,
+                len(ids),
+                extra=about(call.request_id, client_request_id=given.client_request_id, prompt_tokens=len(ids)),
             )
             try:
                 yield call
@@ -154,7 +159,23 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
                 raise call.error from None  # `Call.fail` cancelled it
             finally:
                 self._engine.abandon(call)
-                logger.debug("request %s ended, %d outputs", call.request_id, sum(s.num_ids for s in call.samples))
+                self._log_end(call)
+
+    def _log_end(self, call: Call) -> None:
+        num_ids, seconds = sum(sample.num_ids for sample in call.samples), time.monotonic() - call.arrival
+        logger.debug(
+            "request %s ended after %.3f s, %d outputs",
+            call.request_id,
+            seconds,
+            num_ids,
+            extra=about(
+                call.request_id,
+                output_tokens=num_ids,
+                seconds=round(seconds, 6),
+                finish_reasons=[sample.finish_reason for sample in call.samples],
+                error=None if call.error is None else type(call.error).__name__,
+            ),
+        )
 
     def _ready_model(self) -> ServedModel:
         self._engine.check_open()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from jaxoverlap.errors import ServerUnavailableError
 from jaxoverlap.server.control import Control
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,9 @@ class Supervisor:
         self._controls: dict[Part, Control] = {}
         self._events: asyncio.Queue[tuple[Part | None, list[Any]]] = asyncio.Queue()
         self._exits: dict[Part, asyncio.Task[int]] = {}
+        self._engine_is_ready = False
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._question_ids = itertools.count()
         self.failure: str | None = None
 
     async def run(self) -> int:
@@ -82,8 +87,7 @@ class Supervisor:
             readers.append(loop.create_task(self._listen_to(part)))
             self._exits[part] = loop.create_task(part.wait())
         try:
-            flush = await self._serve()
-            await self._stop(flush)
+            await self._stop(await self._serve())
         finally:
             for part in self._sockets:
                 if not self._exits[part].done():
@@ -95,14 +99,41 @@ class Supervisor:
                 control.close()
         return STOPPED if self.failure is None else FAILED
 
+    async def metrics(self) -> dict[str, Any]:
+        """The engine's own, as `EngineMetrics.read` gives them.
+
+        Raises:
+          ServerUnavailableError: it is not ready, or is gone.
+        """
+        if not self._engine_is_ready or self._exits[self._engine].done():
+            raise ServerUnavailableError("there is no engine that could answer")
+        question = self._ask_engine("metrics")
+        answer = self._questions[question] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            del self._questions[question]
+
+    def _ask_engine(self, name: str) -> int:
+        question = next(self._question_ids)
+        self._controls[self._engine].send("ask", question, name, [])
+        return question
+
     async def _listen_to(self, part: Part) -> None:
         async for message in self._controls[part].received():
-            self._events.put_nowait((part, message))
+            match message:
+                case ["answer", question, value, _]:
+                    answer = self._questions.get(question)
+                    if answer is not None and not answer.done():
+                        answer.set_result(value)
+                case _:
+                    self._events.put_nowait((part, message))
         code = await self._exits[part]
         self._events.put_nowait((part, ["gone", code]))
 
-    async def _serve(self) -> float:
-        """Until it is time to stop; returns the seconds that open calls get to leave."""
+    async def _serve(self) -> float | None:
+        """Until it is time to stop; returns the seconds that open calls get to leave. None, when the engine has failed:
+        the front ends know, and end their calls with the reason."""
         model = ""
         awaited = {self._engine, *self._frontends}
         deadline: float | None = None
@@ -120,21 +151,22 @@ class Supervisor:
                         return 0.0
                     logger.info("%s: draining", signal.Signals(number).name)
                     deadline = time.monotonic() + self._grace
-                    self._controls[self._engine].send("ask", 0, "drain", [])
+                    self._ask_engine("drain")
                 case (part, ["ready", *facts]) if part is not None:
-                    model = facts[0]["name"] if facts else model
+                    if part is self._engine:
+                        model, self._engine_is_ready = facts[0]["name"], True
                     awaited.discard(part)
                     if not awaited:
                         self._on_ready(model)
                 case (_, ["status", status]):
                     if deadline is not None and status["draining"] and not status["has_work"]:
                         return max(_FLUSH_SECONDS, deadline - time.monotonic())
-                case (_, ["failed", text]):
+                case (part, ["failed", text]):
                     self.failure = text
-                    return _FLUSH_SECONDS
+                    return None if part is self._engine else _FLUSH_SECONDS
                 case (part, ["gone", code]) if part is not None:
                     self.failure = f"the {part.name} has ended unexpectedly ({_described(code)})"
-                    return _FLUSH_SECONDS
+                    return None if part is self._engine else _FLUSH_SECONDS
 
     async def _next_event(self, deadline: float | None) -> tuple[Part | None, list[Any]] | None:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -142,9 +174,12 @@ class Supervisor:
             return await asyncio.wait_for(self._events.get(), timeout)
         return None
 
-    async def _stop(self, flush: float) -> None:
-        for frontend in self._frontends:
-            self._controls[frontend].send("stop", flush)
+    async def _stop(self, flush: float | None) -> None:
+        if flush is None:
+            flush = _FLUSH_SECONDS
+        else:
+            for frontend in self._frontends:
+                self._controls[frontend].send("stop", flush)
         await self._all_gone(self._frontends, flush + _EXIT_SECONDS)
         self._controls[self._engine].close()
         await self._all_gone([self._engine], _EXIT_SECONDS)

@@ -20,10 +20,7 @@ def insert(cache: PrefixCache, tokens: np.ndarray, first_page: int, salt: str | 
     node = cache.match(ids(), salt)
     cache.lock(node)
     for page, key in enumerate(cache.keys(tokens, 0), first_page):
-        child, _ = cache.extend(node, key, page)
-        cache.lock(child)
-        cache.unlock(node)
-        node = child
+        node, _ = cache.advance(node, key, page)
     cache.unlock(node)
     cache.check_integrity()
     return node
@@ -150,7 +147,7 @@ def test_a_salt_is_forgotten_with_its_last_page_and_its_last_reader():
         root = cache.match(ids(1), str(number))
         cache.lock(root)
         cache.unlock(root)
-    assert not cache._roots
+    assert not list(cache.nodes()) and not list(cache.unlocked())
 
 
 def test_tokens_that_are_cached_already_are_not_taken_twice():
@@ -158,7 +155,7 @@ def test_tokens_that_are_cached_already_are_not_taken_twice():
     insert(cache, ids(1, 2), first_page=4)
     root = cache.match(ids(), None)
     cache.lock(root)
-    child, taken = cache.extend(root, ids(1, 2).tobytes(), 9)
+    child, taken = cache.advance(root, ids(1, 2).tobytes(), 9)
     assert (child.page, taken, cache.num_pages) == (4, False, 1)
 
 
@@ -166,7 +163,7 @@ def test_only_a_locked_node_grows():
     cache = PrefixCache(2)
     leaf = insert(cache, ids(1, 2), first_page=0)
     with pytest.raises(AssertionError, match="locked node"):
-        cache.extend(leaf, ids(3, 4).tobytes(), 1)
+        cache.advance(leaf, ids(3, 4).tobytes(), 1)
     with pytest.raises(AssertionError, match="more often"):
         cache.unlock(leaf)
 
@@ -182,14 +179,15 @@ def test_what_a_reader_alone_holds_is_what_its_leaving_would_free():
     assert cache.releasable(short) == 2
 
 
-def test_stale_heap_entries_do_not_pile_up():
+def test_the_order_of_eviction_is_that_of_use_however_often_pages_are_used():
     cache = PrefixCache(1)
-    leaf = insert(cache, ids(1), first_page=0)
+    first, second = insert(cache, ids(1), first_page=0), insert(cache, ids(2), first_page=1)
     for _ in range(5000):
-        cache.lock(leaf)
-        cache.unlock(leaf)
-    assert len(cache._leaves) < 200
-    assert cache.take_evicted(1).tolist() == [0]
+        for leaf in (second, first):
+            cache.lock(leaf)
+            cache.unlock(leaf)
+    assert list(cache.unlocked()) == [second, first]
+    assert cache.take_evicted(2).tolist() == [1, 0]
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -221,13 +219,11 @@ class TreeMachine(RuleBasedStateMachine):
         size = self.cache.page_size
         page = ids(*data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size)))
         tokens = (*tokens, *page.tolist())
-        child, taken = self.cache.extend(node, page.tobytes(), self.next_page)
+        child, taken = self.cache.advance(node, page.tobytes(), self.next_page)
         assert taken == ((salt, tokens) not in self.page_of)
         if taken:
             self.page_of[salt, tokens] = self.next_page
             self.next_page += 1
-        self.cache.lock(child)
-        self.cache.unlock(node)
         self.readers[index] = child, salt, tokens
 
     @precondition(lambda self: self.readers)

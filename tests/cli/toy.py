@@ -10,31 +10,17 @@ import os
 import time
 from typing import Any
 
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-
 import jaxoverlap.llm
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import BuiltEngine
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import ModelError
-from jaxoverlap.text.chat_template import ChatTemplate
-from jaxoverlap.text.tokenizer import Tokenizer
+from jaxoverlap.text.grammar_compiler import GrammarCompiler
 from tests.fakes import VOCAB_SIZE, ToyRunner
+from tests.toy_tokenizer import EOS_ID, make_tokenizer
 
-NAME, CONTEXT, EOS_ID = "toy", 256, VOCAB_SIZE - 1
+NAME, CONTEXT = "toy", 256
 BROKEN = "the model breaks the device"
-_OPENING = "{% if add_generation_prompt %}assistant: {% endif %}"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + _OPENING
-
-
-def make_tokenizer() -> Tokenizer:
-    characters = ["Ġ", *map(chr, range(0x21, 0x7F)), "Ċ"]
-    backend = tokenizers.Tokenizer(models.BPE({char: index for index, char in enumerate(characters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("</s>", special=True)])
-    return Tokenizer(backend, eos_token_ids=[EOS_ID], chat_template=ChatTemplate({"default": TEMPLATE}, {}))
 
 
 def swallow_interrupts() -> None:
@@ -71,8 +57,15 @@ def build_engine(config: EngineConfig, *, warm_up: bool) -> BuiltEngine:
     scheduler = resolved.scheduler
     step_seconds = float(os.environ.get("TOY_STEP_SECONDS", "0"))
     runner = Device(scheduler.limits, scheduler.max_running, step_seconds=step_seconds, salted=True)
-    engine = Engine(scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=(EOS_ID,))
-    return BuiltEngine(NAME, engine, runner, make_tokenizer(), None, resolved)  # type: ignore[arg-type]
+    tokenizer = make_tokenizer()
+    engine = Engine(
+        scheduler,
+        runner,
+        lookahead=resolved.lookahead,
+        eos_token_ids=(EOS_ID,),
+        constraints=GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS_ID,)),
+    )
+    return BuiltEngine(NAME, engine, runner, tokenizer, None, resolved)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def test_a_prefill_plan_survives_the_journey():
     engine.add([1, 2, 3, 4, 5], sampling)
     engine.add([6, 7], SamplingParams(max_tokens=2, seed=3))
     plan = engine.loop.scheduler.plan()
-    shape = StepShape(16, 4, 0)
+    shape = StepShape(16, 4, 0, 4)
     step = unpack(pack(plan, shape, 4, 8), shape, 8)
     assert step.token_ids.tolist()[:7] == [1, 2, 3, 4, 5, 6, 7]
     assert step.cu_q_lens.tolist() == [0, 5, 7, 7, 7]
@@ -41,7 +41,7 @@ def test_padding_is_out_of_range_and_never_negative():
         engine.add([1], SamplingParams(max_tokens=4, ignore_eos=True, temperature=0))
     engine.step()
     plan = engine.loop.scheduler.plan()
-    shape = StepShape(0, 0, 4)
+    shape = StepShape(0, 0, 4, 4)
     step = unpack(pack(plan, shape, 4, 8), shape, 8)
     assert step.decode_rows.tolist()[3] == 4
     assert step.new_pages.tolist() == [plan.no_page] * 4

@@ -11,7 +11,8 @@ import pytest
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.errors import ConfigError, UnsupportedError
 from jaxoverlap.runtime import compile_cache
-from jaxoverlap.runtime.buckets import Buckets, StepShape
+from jaxoverlap.runtime.buckets import Buckets
+from jaxoverlap.runtime.executables import SampleShape
 from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
 from tests.tiny import make_runner, scheduler_config
 
@@ -74,7 +75,7 @@ def test_a_second_start_finds_its_steps_compiled(tmp_path):
         for expected in (0, 1):
             hits.clear()
             jax.clear_caches()
-            runner._compile(StepShape(0, 0, 1))
+            runner.executables._compile(SampleShape(2, with_rules=False))
             assert len(hits) == expected
     finally:
         for name, value in before.items():

@@ -59,7 +59,7 @@ def test_pages_and_row_of_an_aborted_request_come_back_only_when_no_step_names_t
         harness.turn()
     row = request.row
     harness.engine.abort(request)
-    assert harness.scheduler.state.rows.in_flight[row] == 2
+    assert harness.steps_in_flight(row) == 2 and harness.scheduler.state.rows.in_flight[row]
     assert harness.scheduler.state.memory.pool.num_free < harness.scheduler.state.memory.pool.num_pages
     harness.scheduler.retire()
     assert harness.scheduler.state.rows.requests[row] is request
@@ -123,7 +123,7 @@ def move_to(harness: Harness, request: Request, state: str) -> None:
     if state == "decoding":
         return
     if state in ("last token in flight", "finished"):
-        while request.row is not None and rows.planned_outputs[request.row] < request.max_tokens:
+        while request.row is not None and rows.planned_len[request.row] < request.max_len:
             harness.turn()
         if state == "finished":
             harness.run()

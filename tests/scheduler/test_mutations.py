@@ -20,8 +20,7 @@ from jaxoverlap.scheduler.scheduler import Scheduler
 from jaxoverlap.scheduler.state import SchedulerState
 from tests.simulator import fails, script_of
 
-LIVES = range(3, 90)
-"""Of the first three, some take seconds to fail."""
+LIVES = range(300)
 Patch = Callable[[type, str, object], None]
 FAULTS: dict[str, Callable[[Patch], None]] = {}
 
@@ -51,9 +50,8 @@ def a_result_is_given_to_whoever_has_the_row_now(patch):
     give_back, commit = RowTable.give_back, Scheduler.commit
 
     def give_back_at_once(self, row):
-        in_flight, self.in_flight[row] = int(self.in_flight[row]), 0
+        self.last_step[row] = -1
         give_back(self, row)
-        self.in_flight[row] = in_flight
 
     def commit_by_row(self, plan, result):
         rows = self.state.rows
@@ -78,7 +76,7 @@ def pages_are_freed_when_a_row_leaves_and_not_when_it_retires(patch):
         memory.is_own[row] = False
 
     patch(SchedulerState, "leave", leave_and_free)
-    patch(RowMemory, "cache_pages", lambda self, row, tokens, *, leaving: None)
+    patch(RowMemory, "_cache_pages", lambda self, row, tokens, **past_copies: None)
     patch(RowMemory, "check_integrity", lambda self: None)
 
 
@@ -134,9 +132,9 @@ def a_token_in_flight_at_preemption_is_thrown_away_and_counted(patch):
         preempted = rows.leaving & ~rows.finished
         for row in plan.rows[preempted[plan.rows]].tolist():
             thrown[id(rows.requests[row])] = 1
-        rows.finished |= preempted
+        rows.generation[preempted] += 1
         output = commit(self, plan, result)
-        rows.finished &= ~preempted
+        rows.generation[preempted] -= 1
         return output
 
     def counting(self, request, *given):
@@ -198,15 +196,14 @@ def the_page_table_is_rewritten_where_another_copy_is_cached(patch):
         cache_pages(self, row, tokens)
         node = self._nodes[row]
         for key in self.cache.keys(tokens, node.depth) if self.prefix_cache_enabled else ():
-            child, column = node.children[key], node.depth
-            own = self.page_table[row, column : column + 1].copy()
-            self.page_table[row, column], self.is_own[row, column] = child.page, False
-            self.cache.lock(child)
-            self.cache.unlock(node)
-            self._nodes[row] = node = child
-            self.pool.free(own)
-            if len(node.children) == 0:
+            if self.cache.child(node, key) is None:
                 break
+            column = node.depth
+            own = self.page_table[row, column : column + 1].copy()
+            node, _ = self.cache.advance(node, key, -1)
+            self.page_table[row, column], self.is_own[row, column] = node.page, False
+            self._nodes[row] = node
+            self.pool.free(own)
 
     patch(RowMemory, "cache_pages", one_copy)
 
@@ -227,16 +224,17 @@ def tokens_that_no_committed_step_has_written_are_cached(patch):
 
 @fault
 def the_last_page_that_matches_is_not_locked(patch):
-    lock, unlock = PrefixCache.lock, PrefixCache.unlock
-    extend = PrefixCache.extend
+    lock, unlock, advance = PrefixCache.lock, PrefixCache.unlock, PrefixCache.advance
 
-    def extend_locked(self, node, key, page):
+    def advance_behind(self, node, key, page):
         lock(self, node)
-        child, taken = extend(self, node, key, page)
-        unlock(self, node)
+        child, taken = advance(self, node, key, page)
+        unlock(self, child)
+        unlock(self, node.parent or node)
+        lock(self, node)
         return child, taken
 
-    patch(PrefixCache, "extend", extend_locked)
+    patch(PrefixCache, "advance", advance_behind)
     patch(PrefixCache, "lock", lambda self, node: lock(self, node.parent or node))
     patch(PrefixCache, "unlock", lambda self, node: unlock(self, node.parent or node))
     patch(RowMemory, "check_integrity", lambda self: None)
@@ -247,12 +245,13 @@ def a_page_that_is_read_is_evicted(patch):
     take_evicted = PrefixCache.take_evicted
 
     def regardless(self, count):
-        holds = {node: node.holds for node in self.nodes()}
-        for node in holds:
-            node.holds = 0
+        read = sorted((node for node in self.nodes() if node.holds), key=lambda node: node.depth)
+        for node in read:
+            self._unlocked[node] = None
+            self._unlocked.move_to_end(node, last=False)
         pages = take_evicted(self, count)
-        for node, held in holds.items():
-            node.holds = held
+        for node in read:
+            self._unlocked.pop(node, None)
         return pages
 
     patch(PrefixCache, "take_evicted", regardless)
@@ -273,8 +272,8 @@ def the_salt_is_ignored(patch):
 @fault
 def a_page_is_found_by_its_own_tokens_and_not_by_all_before_it(patch):
     def match(self, tokens, salt):
-        node = self._roots.get(salt)
-        found = next((n for key in self.keys(tokens, 0) for n in self.nodes() if n.key == key and n.salt == salt), node)
+        keys, nodes = list(self.keys(tokens, 0)), [node for node in self.nodes() if node.salt == salt]
+        found = next((node for key in keys for node in nodes if node.key[1] == key), None)
         return found or original(self, tokens, salt)
 
     original = PrefixCache.match

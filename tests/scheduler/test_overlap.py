@@ -46,7 +46,7 @@ def test_a_step_names_every_row_once_and_only_for_its_owner(seed, lookahead):
     launch, in_flight = harness.runner.launch, []
 
     def recording(plan):
-        in_flight.append(harness.plans[harness.scheduler._next_commit_id :])
+        in_flight.append(harness.plans[harness.scheduler.state.rows.committed_step + 1 :])
         return launch(plan)
 
     harness.runner.launch = recording

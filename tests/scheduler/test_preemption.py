@@ -86,7 +86,7 @@ def test_a_token_in_flight_at_preemption_counts_once(lookahead, times):
             harness.turn()
         for _ in range(3):
             harness.turn()
-        in_flight, before = int(harness.scheduler.state.rows.in_flight[request.row]), len(request.output_ids)
+        in_flight, before = harness.steps_in_flight(request.row), len(request.output_ids)
         assert in_flight == lookahead
         harness.preempt(request)
         while request.row is not None:
@@ -94,7 +94,7 @@ def test_a_token_in_flight_at_preemption_counts_once(lookahead, times):
         assert len(request.output_ids) == before + in_flight
     harness.run()
     assert (request.num_preemptions, neighbour.num_preemptions) == (times, 0)
-    assert [plan.step_id for plan in harness.plans] == list(range(harness.scheduler._next_commit_id))
+    assert [plan.step_id for plan in harness.plans] == list(range(harness.scheduler.state.rows.committed_step + 1))
 
 
 def test_a_preempted_request_computes_only_what_is_not_cached():
@@ -267,7 +267,7 @@ def test_after_every_row_was_preempted_all_memory_is_to_be_had(lookahead, prefix
 def test_a_preempted_row_whose_token_in_flight_ends_the_request_is_finished_once(lookahead):
     harness = Harness(lookahead=lookahead)
     request = harness.submit([1, 2, 3], max_tokens=6, ignore_eos=True)
-    while request.row is None or harness.scheduler.state.rows.planned_outputs[request.row] < 6:
+    while request.row is None or harness.scheduler.state.rows.planned_len[request.row] < request.max_len:
         harness.turn()
     assert len(request.output_ids) < 6
     harness.preempt(request)

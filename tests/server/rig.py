@@ -22,8 +22,9 @@ from jaxoverlap.server.admin_service import Instance
 from jaxoverlap.server.config import ServerConfig
 from jaxoverlap.server.frontend import FrontEnd
 from jaxoverlap.v1 import admin_service_pb2_grpc, generate_service_pb2, generate_service_pb2_grpc
-from tests.fakes import oracle
+from tests.fakes import oracle, salt_of
 from tests.server import toy
+from tests.toy_tokenizer import EOS_ID
 
 PATIENCE = 20.0
 """Seconds after which what should happen at once is taken not to happen."""
@@ -57,10 +58,10 @@ def generation(prompt: Any = "Hello", **fields: Any) -> generate_service_pb2.Gen
 
 def expected(given: generate_service_pb2.Generation) -> list[int]:
     """The oracle's token ids."""
-    prompt = toy.make_tokenizer().encode(given.text) if given.WhichOneof("prompt") == "text" else given.token_ids.ids
-    stops = [*given.stop.token_ids, *([] if given.stop.ignore_eos else [toy.EOS_ID])]
+    prompt = toy.TOKENIZER.encode(given.text) if given.WhichOneof("prompt") == "text" else given.token_ids.ids
+    stops = [*given.stop.token_ids, *([] if given.stop.ignore_eos else [EOS_ID])]
     ids, _ = oracle(
-        list(prompt), given.stop.max_tokens, stops, list(given.stop.token_ids), salt=given.sampling.seed % 1009
+        list(prompt), given.stop.max_tokens, stops, list(given.stop.token_ids), salt=salt_of(given.sampling.seed)
     )
     return ids
 
@@ -135,7 +136,7 @@ class Rig:
     def step_until(self, condition: Callable[[], Any]) -> Any:
         """Of a held device, lets steps end one by one until a condition holds; returns what it returned."""
         while True:
-            eventually(lambda: self.device.is_held or condition(), "a step")
+            eventually(lambda: self.device.is_held or (condition() and not self.engine.has_work), "a step")
             if value := condition():
                 return value
             self.device.allow(1)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
+from jaxoverlap.server import generate_service
 from jaxoverlap.v1 import common_pb2
 from jaxoverlap.v1 import generate_service_pb2 as pb
-from tests.cli.toy import EOS_ID
+from tests.fakes import oracle, salt_of
 from tests.server.rig import Rig, expected, generation
-from tests.server.toy import CONTEXT, make_tokenizer
+from tests.server.toy import CONTEXT
+from tests.toy_tokenizer import EOS_ID, make_tokenizer
 
 LENGTH, EOS, STOP_TOKEN = (getattr(common_pb2, f"FINISH_REASON_{name}") for name in ("LENGTH", "EOS", "STOP_TOKEN"))
 
@@ -182,9 +186,36 @@ def test_samples_of_one_prompt_come_side_by_side(rig):
         assert "".join(delta.text for delta in mine) == sequence.text
         assert [i for delta in mine for i in delta.token_ids] == list(sequence.token_ids)
         assert sequence.usage.prompt_tokens == 13
+        prompt = make_tokenizer().encode("Three of them")
+        assert list(sequence.token_ids) == oracle(prompt, 20, [EOS_ID], salt=salt_of(5, sequence.index))[0]
 
 
 def test_a_message_may_be_continued(rig):
     messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "So"}]
     given = generation(None, chat={"messages": messages, "continue_final_message": True})
     assert list(rig.caller.answer(given).sequences[0].token_ids) == expected(generation("user: abc\nassistant: So"))
+
+
+def test_a_prompt_that_takes_long_to_read_holds_nobody_up(rig, monkeypatch):
+    entered, leave = threading.Event(), threading.Event()
+    encode = generate_service.encode_prompt
+
+    def slow_encode(given, tokenizer):
+        if given.text == "slow":
+            entered.set()
+            assert leave.wait(20)
+        return encode(given, tokenizer)
+
+    monkeypatch.setattr(generate_service, "encode_prompt", slow_encode)
+    slow = rig.caller.generate.Generate.future(pb.GenerateRequest(generation=generation("slow")))
+    assert entered.wait(20)
+    given = generation("quick", stop={"max_tokens": 30})
+    assert list(rig.caller.answer(given).sequences[0].token_ids) == expected(given)
+    assert not slow.done()
+    leave.set()
+    assert list(slow.result().sequences[0].token_ids) == expected(generation("slow"))
+
+
+def test_a_megabyte_of_text_is_refused_by_its_length(rig):
+    with pytest.raises(grpc.RpcError, match="1000000 tokens"):
+        rig.caller.answer(generation("x" * 1_000_000))

@@ -12,18 +12,19 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.engine.build import BuiltEngine
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import ModelError
 from jaxoverlap.scheduler.plan import StepPlan
-from tests.cli.toy import EOS_ID, TEMPLATE, make_tokenizer
 from tests.fakes import VOCAB_SIZE, ToyRunner
+from tests.toy_tokenizer import EOS_ID, TEMPLATE, make_tokenizer
 
 NAME, CONTEXT = "toy", 1024
 BUILDER = "tests.server.toy:build_engine"
+TOKENIZER = make_tokenizer()
 BREAKS, BLOCKS = "{the device breaks}", "{the device blocks}"
 
 
@@ -51,7 +52,7 @@ class Device(ToyRunner):
 
     def launch(self, plan: StepPlan) -> Any:
         for chunk in plan.chunks:
-            text = make_tokenizer().decode(chunk.request.prompt_ids.tolist()) if chunk.start == 0 else ""
+            text = TOKENIZER.decode(chunk.request.prompt_ids.tolist()) if chunk.start == 0 else ""
             if BREAKS in text:
                 raise RuntimeError("out of toys")
             if BLOCKS in text:
@@ -73,11 +74,11 @@ class Device(ToyRunner):
     def release(self) -> None: ...
 
 
-BUILT: list[BuiltEngine] = []
+BUILT: list[SimpleNamespace] = []
 """In this process, the newest last."""
 
 
-def build_engine(config: EngineConfig, progress: Any = None) -> BuiltEngine:
+def build_engine(config: EngineConfig, progress: Any = None) -> SimpleNamespace:
     """Models: "missing" can't be loaded, "crashing" fails otherwise, "slow" compiles for an hour."""
     if config.model == "missing":
         raise ModelError("missing: no such file or folder")
@@ -92,13 +93,11 @@ def build_engine(config: EngineConfig, progress: Any = None) -> BuiltEngine:
     step_seconds = float(os.environ.get("TOY_STEP_SECONDS", "0"))
     runner = Device(scheduler.limits, scheduler.max_running, step_seconds=step_seconds, salted=True)
     engine = Engine(scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=(EOS_ID,))
-    built = BuiltEngine(
-        NAME,
-        engine,
-        runner,  # type: ignore[arg-type]
-        make_tokenizer(),
-        None,  # type: ignore[arg-type]
-        resolved,
+    built = SimpleNamespace(  # a BuiltEngine, without JAX
+        name=NAME,
+        engine=engine,
+        runner=runner,
+        resolved=resolved,
         tokenizer_source=tokenizer_folder(),
         architecture="toy",
         dtype="uint64",
@@ -111,7 +110,7 @@ def build_engine(config: EngineConfig, progress: Any = None) -> BuiltEngine:
 def tokenizer_folder() -> Path:
     folder = Path(tempfile.gettempdir()) / f"jaxoverlap-toy-tokenizer-{os.getpid()}"
     folder.mkdir(exist_ok=True)
-    make_tokenizer().backend.save(str(folder / "tokenizer.json"))
+    TOKENIZER.backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": TEMPLATE}))
     return folder
 

@@ -1,0 +1,88 @@
+"""Requests that can't be queued yet, because what their text must be is still being compiled. Nobody waits for that."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from jaxoverlap.constraint import CompiledConstraint
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.engine.link import Link
+from jaxoverlap.errors import DeadlineError
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A request as it came: from whom, when it reached the server (`called`), and when the engine. `prompt`: int32."""
+
+    link: Link
+    key: int
+    prompt: np.ndarray
+    sampling: SamplingParams
+    options: RequestOptions
+    called: float
+    arrival: float
+
+    def options_left(self) -> RequestOptions:
+        """The options, with what is left of the timeout.
+
+        Raises:
+          DeadlineError: nothing.
+        """
+        if self.options.timeout is None:
+            return self.options
+        left = self.options.timeout - (time.monotonic() - self.arrival)
+        if left <= 0:
+            raise DeadlineError(f"timeout: the request was not queued within its {self.options.timeout:g} s")
+        return replace(self.options, timeout=left)
+
+
+class Door:
+    """Those who wait, and a bell that rings when one of them need not wait any more.
+
+    Attributes:
+      waiting: by front end and key.
+      bell: readable when it has rung, for `select`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.waiting: dict[tuple[int, int], tuple[Entry, Future[CompiledConstraint]]] = {}
+        self._engine = engine
+        self.bell, self._rope = socket.socketpair()
+        self.bell.setblocking(False)
+        self._rope.setblocking(False)
+
+    def keep_waiting(self, entry: Entry) -> bool:
+        """Starts what has to be compiled. False if there is nothing."""
+        compiling = self._engine.compile_constraint(entry.sampling)
+        if compiling is None:
+            return False
+        self.waiting[entry.link.index, entry.key] = entry, compiling
+        compiling.add_done_callback(self._ring)
+        return True
+
+    def take_compiled(self) -> list[tuple[Entry, Future[CompiledConstraint]]]:
+        """Those that need not wait any more; their futures are done."""
+        done = [name for name, (_, compiling) in self.waiting.items() if compiling.done()]
+        return [self.waiting.pop(name) for name in done]
+
+    def hear_bell(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            self.bell.recv(4096)
+
+    def close(self) -> None:
+        self.waiting.clear()
+        self.bell.close()
+        self._rope.close()
+
+    def _ring(self, _: Future[CompiledConstraint]) -> None:
+        """In the compiler's thread."""
+        with contextlib.suppress(OSError):  # it is full of rings, or nobody is there any more
+            self._rope.send(b"!")

@@ -1,0 +1,180 @@
+"""What a text must be, as a grammar and as a mask over token ids.
+
+`grammar_of` turns a `StructuredOutput` into the form that llguidance compiles. A `GrammarConstraint` is one sequence's
+place in it, and says which ids may come:
+
+- ids whose bytes can go on in the grammar. No canonical tokenization is forced: an id is allowed exactly if the
+  grammar accepts it;
+- ids that end the text, exactly where the grammar accepts the text so far and `min_tokens` are there: the model's
+  end-of-sequence ids (unless `ignore_eos`), and those of `stop_token_ids` that end the text without being text;
+- less those that the sampling parameters forbid.
+
+Where no text can follow, the sequence ends: complete if the grammar accepts, else in error. So `ignore_eos` and
+`min_tokens` can't lead beyond the grammar.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import llguidance
+import numpy as np
+
+from jaxoverlap.errors import InvalidRequestError
+from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
+from jaxoverlap.text.grammar_trial import DEAD_END, matcher_error
+from jaxoverlap.text.grammar_vocabulary import GrammarVocabulary
+
+MAX_GRAMMAR_CHARS = 1 << 18
+
+JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+"""Between JSON's tokens. Enough for an indented line; without a bound, a model may go on with spaces forever."""
+
+_ANY_OBJECT = {"type": "object"}
+_EXACT_MASKS = '\n%llguidance {"no_forcing": true}'
+
+
+def grammar_of(structure: StructuredOutput) -> tuple[str, str]:
+    """The field that says it, and llguidance's grammar.
+
+    Raises:
+      InvalidRequestError: a schema that is no JSON, or anything too long or no valid Unicode.
+    """
+    if structure.regex is not None:
+        field, inner = "regex", _lark(f"start: /{llguidance.regex_to_lark(_checked('regex', structure.regex))}/")
+    elif structure.grammar is not None:
+        field, inner = "grammar", _lark(_checked("grammar", structure.grammar))
+    elif structure.choices is not None:
+        escaped = [_regex_of(text) for text in structure.choices]
+        field, inner = "choices", _lark(f"start: /{'|'.join(escaped)}/")
+    elif structure.json_schema is not None:
+        field, inner = "json_schema", _json(_schema(structure.json_schema))
+    else:
+        field, inner = "any_json", _json(_ANY_OBJECT)
+    grammar = json.dumps({"grammars": [{"name": "start", "lark_grammar": f"start: @text{_EXACT_MASKS}"}, inner]})
+    if len(grammar) > 2 * MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"structured_output.{field}", f"{len(grammar)} characters", _TOO_LONG)
+    return field, grammar
+
+
+_TOO_LONG = f"use one of at most {MAX_GRAMMAR_CHARS} characters"
+
+
+def _lark(source: str) -> dict[str, Any]:
+    return {"name": "text", "lark_grammar": source}
+
+
+def _json(schema: Any) -> dict[str, Any]:
+    """With a bound on white space, unless the schema has options of its own for it (`x-guidance`)."""
+    if isinstance(schema, dict):
+        options = schema.get("x-guidance", {})
+        if isinstance(options, dict) and not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+            schema = schema | {"x-guidance": options | {"whitespace_pattern": JSON_WHITESPACE}}
+    return {"name": "text", "json_schema": schema}
+
+
+def _schema(given: str | Mapping[str, Any] | bool) -> Any:
+    """As decoded JSON, whatever it was given as."""
+    field = "structured_output.json_schema"
+    try:
+        text = given if isinstance(given, str) else json.dumps(given, allow_nan=False, default=dict)
+        return json.loads(_checked("json_schema", text))
+    except (TypeError, ValueError, RecursionError) as error:
+        if isinstance(error, InvalidRequestError):
+            raise
+        raise InvalidRequestError(field, given, f"use JSON: {error}") from error
+
+
+def _checked(name: str, text: str) -> str:
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"structured_output.{name}", f"{len(text)} characters", _TOO_LONG)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(f"structured_output.{name}", text, f"valid Unicode is needed: {error}") from error
+    return text
+
+
+def _regex_of(text: str) -> str:
+    _checked("choices", text)
+    return re.sub("[^0-9A-Za-z]", lambda char: f"\\x{{{ord(char[0]):x}}}", text)
+
+
+class GrammarConstraint:
+    """A `TokenConstraint`. Not for two threads at once.
+
+    Args:
+      matcher: at the beginning of its text; from now on this constraint's own.
+      vocabulary: the model's.
+      sampling: the request's.
+    """
+
+    def __init__(self, matcher: llguidance.LLMatcher, vocabulary: GrammarVocabulary, sampling: SamplingParams) -> None:
+        self.is_complete = False
+        self.error: str | None = None
+        self._matcher = matcher
+        self._min_tokens = sampling.min_tokens
+        self._num_tokens = 0
+        self._end_ids = vocabulary.end_ids(sampling)
+        self._texts, self._ends = vocabulary.allowed_words(sampling, self._end_ids)
+        self._early_texts = self._texts
+        if sampling.min_tokens and sampling.stop_token_ids:  # where the device does not let them come
+            self._early_texts = self._texts & ~vocabulary.words_of(sampling.stop_token_ids)
+        self._words = np.zeros(vocabulary.num_matcher_words, dtype=np.int32)
+        self._pointer = self._words.ctypes.data
+        self._mask = np.zeros(vocabulary.num_words, dtype=np.int32)
+        self._update(vocabulary.beginnings)
+
+    def copy(self) -> GrammarConstraint:
+        """Another sequence's, at the same place; may be called from several threads while nothing else is."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._mask = self._mask.copy()
+        other._words = self._words.copy()
+        other._pointer = other._words.ctypes.data
+        return other
+
+    def fill_mask(self, out: np.ndarray) -> None:
+        out[:] = self._mask
+
+    def advance(self, token_id: int) -> None:
+        if not self._allows(token_id):
+            self._fail(f"id {token_id} came, which the grammar does not allow here")
+        elif token_id in self._end_ids:
+            self.is_complete = True
+            self._mask[:] = 0
+        elif not self._matcher.consume_token(token_id):
+            self._fail(matcher_error(self._matcher))
+        else:
+            self._num_tokens += 1
+            self._update()
+
+    def _allows(self, token_id: int) -> bool:
+        return 0 <= token_id < 32 * len(self._mask) and bool(self._mask[token_id >> 5] >> (token_id & 31) & 1)
+
+    def _update(self, beginnings: np.ndarray | None = None) -> None:
+        """Works out what may come next, once per token: whether anything may says if this was the last."""
+        self._matcher.unsafe_compute_mask_ptr(self._pointer, self._words.nbytes)
+        if self._matcher.is_error():  # the words mean nothing then
+            self._fail(matcher_error(self._matcher))
+            return
+        early = self._num_tokens < self._min_tokens
+        np.bitwise_and(self._words[: len(self._mask)], self._early_texts if early else self._texts, out=self._mask)
+        if beginnings is not None:
+            self._mask &= beginnings
+        accepts = self._matcher.is_accepting()
+        if not self._mask.any():
+            if accepts:
+                self.is_complete = True
+            else:
+                self._fail(DEAD_END)
+        elif accepts and not early:
+            self._mask |= self._ends
+
+    def _fail(self, error: str) -> None:
+        self.error = error
+        self._mask[:] = 0

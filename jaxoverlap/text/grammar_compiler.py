@@ -1,0 +1,156 @@
+"""From a request's structured output to its constraint, off the engine's thread and in bounded time.
+
+    submit ── cache hit ───────────────────────────────┐
+       └── a worker thread: trial process ─→ compile ──┴→ copy of the matcher, the request's own `GrammarConstraint`
+
+A grammar is compiled once; a request gets a copy (microseconds). What the library refuses, and what it can't compile in
+time, is remembered as well: the same bad schema again costs nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from queue import LifoQueue
+
+import llguidance
+
+from jaxoverlap.constraint import CompiledConstraint
+from jaxoverlap.errors import EngineError, InvalidRequestError
+from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
+from jaxoverlap.text.grammar import GrammarConstraint, grammar_of
+from jaxoverlap.text.grammar_trial import GrammarTrial, TrialError, compile_grammar
+from jaxoverlap.text.grammar_vocabulary import GrammarVocabulary
+from jaxoverlap.text.tokenizer import Tokenizer
+
+COMPILE_SECONDS = 5.0
+WORKERS = 2
+CACHED_GRAMMARS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A `CompiledConstraint`; safe to share between threads. `first` stays at the beginning of its text."""
+
+    first: GrammarConstraint
+
+    def start(self) -> GrammarConstraint:
+        return self.first.copy()
+
+
+class GrammarCompiler:
+    """A `ConstraintCompiler`; safe to share between threads. Starts threads and processes only when it is used.
+
+    Args:
+      tokenizer, vocab_size, eos_token_ids: see `GrammarVocabulary`.
+      seconds: for one grammar; workers: how many compile at once; cached: compiled grammars that are kept.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        *,
+        seconds: float = COMPILE_SECONDS,
+        workers: int = WORKERS,
+        cached: int = CACHED_GRAMMARS,
+    ) -> None:
+        self.seconds = seconds
+        self._source = (tokenizer, vocab_size, tuple(eos_token_ids))
+        self._vocabulary: GrammarVocabulary | None = None
+        self._vocabulary_lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
+        self._trials = [GrammarTrial(self._table) for _ in range(workers)]
+        self._idle: LifoQueue[GrammarTrial] = LifoQueue()  # so that a second process starts only if two are busy
+        for trial in self._trials:
+            self._idle.put(trial)
+        self._cached = cached
+        self._cache: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
+        self._cache_lock = threading.Lock()
+        self._closed = False
+
+    @property
+    def vocabulary(self) -> GrammarVocabulary:
+        """Made at first use; takes a good part of a second."""
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                self._vocabulary = GrammarVocabulary(*self._source)
+            return self._vocabulary
+
+    def submit(self, sampling: SamplingParams) -> Future[CompiledConstraint]:
+        """See `ConstraintCompiler.submit`."""
+        structure = sampling.structured_output
+        assert structure is not None
+        result: Future[CompiledConstraint] = Future()
+        result.set_running_or_notify_cancel()  # a caller who gives up must not hold up those who want the same
+
+        def resolve(compiled: Future[llguidance.LLMatcher]) -> None:
+            try:
+                result.set_result(self._checked(compiled, field, structure, sampling))
+            except Exception as error:
+                result.set_exception(error)
+
+        try:
+            field, grammar = grammar_of(structure)
+            self._compiled(grammar).add_done_callback(resolve)
+        except Exception as error:
+            result.set_exception(error)
+        return result
+
+    def close(self) -> None:
+        with self._cache_lock:
+            self._closed = True
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for trial in self._trials:
+            trial.close()
+
+    def _compiled(self, grammar: str) -> Future[llguidance.LLMatcher]:
+        with self._cache_lock:
+            if self._closed:
+                raise EngineError("the engine is shutting down")
+            if (compiled := self._cache.get(grammar)) is None or (compiled.done() and _is_fault(compiled)):
+                compiled = self._cache[grammar] = self._executor.submit(self._compile, grammar)
+            self._cache.move_to_end(grammar)
+            if len(self._cache) > self._cached:
+                self._cache.popitem(last=False)
+            return compiled
+
+    def _compile(self, grammar: str) -> llguidance.LLMatcher:
+        trial = self._idle.get()
+        try:
+            trial.check(grammar, self.seconds)
+        finally:
+            self._idle.put(trial)
+        return compile_grammar(self.vocabulary.index, grammar)
+
+    def _table(self) -> tuple[list[bytes], list[int]]:
+        return self.vocabulary.tokens, self.vocabulary.special_ids
+
+    def _checked(
+        self,
+        compiled: Future[llguidance.LLMatcher],
+        field: str,
+        structure: StructuredOutput,
+        sampling: SamplingParams,
+    ) -> CompiledGrammar:
+        """Tries whether there is a first token, with all that the parameters say."""
+        try:
+            first = GrammarConstraint(compiled.result().deep_copy(), self.vocabulary, sampling)
+        except TrialError as error:
+            refused = str(error)
+        except CancelledError as error:
+            raise EngineError("the engine is shutting down") from error
+        else:
+            if not first.is_complete and first.error is None:
+                return CompiledGrammar(first)
+            refused = "nothing but the empty text satisfies it" if first.is_complete else str(first.error)
+        raise InvalidRequestError(f"structured_output.{field}", getattr(structure, field), refused)
+
+
+def _is_fault(compiled: Future[llguidance.LLMatcher]) -> bool:
+    """It failed for a reason that is not the grammar's; to be tried again."""
+    return compiled.cancelled() or not isinstance(compiled.exception(), TrialError | None)

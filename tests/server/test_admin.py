@@ -1,0 +1,162 @@
+"""What operators see and do."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jaxoverlap import __version__
+from jaxoverlap.engine.load_meter import LoadMeter
+from jaxoverlap.engine.profiler import DEFAULT_STEPS, Profiler
+from jaxoverlap.errors import ConflictError
+from jaxoverlap.v1 import admin_service_pb2 as pb
+from tests.server.rig import PATIENCE, eventually, expected, generation, running
+from tests.server.test_statuses import failure_of, field_of
+from tests.server.toy import CONTEXT
+from tests.toy_tokenizer import EOS_ID
+
+CONFLICT = grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_model_and_server_tell_what_they_are(rig):
+    model = rig.caller.admin.GetModelInfo(pb.GetModelInfoRequest())
+    assert (model.served_name, model.architecture, model.dtype) == ("toy", "toy", "uint64")
+    assert (model.vocab_size, model.max_model_len, list(model.eos_token_ids)) == (EOS_ID + 1, CONTEXT, [EOS_ID])
+    assert model.has_chat_template and not model.HasField("bos_token_id")
+    assert {"temperature", "seed", "stop"} <= set(model.capabilities)
+    server = rig.caller.admin.GetServerInfo(pb.GetServerInfoRequest())
+    assert (server.version, server.api_version, server.instance_id) == (__version__, "v1", "toy")
+    assert (server.page_size, server.num_pages, server.max_running) == (4, 600, 4)
+    assert 0 < server.uptime_seconds < 600 and list(server.devices) == ["toy"] and server.schedule == "overlap"
+
+
+def test_the_load_rises_and_falls(rig):
+    rig.hold()
+    calls = [rig.caller.stream(generation(f"call {n}", stop={"max_tokens": 40, "ignore_eos": True})) for n in range(6)]
+    rig.wait_queued(6)
+    answer = rig.caller.admin.GetLoad.future(pb.GetLoadRequest())
+    rig.step_until(answer.done)
+    load = answer.result()
+    assert (load.running, load.queued, load.draining) == (4, 2, False)
+    assert 0 < load.kv_used_fraction < 0.2
+    rig.device.allow(None)
+    for call in calls:
+        list(call)
+    rig.wait_idle()
+    load = rig.caller.admin.GetLoad(pb.GetLoadRequest())
+    assert (load.running, load.queued, load.kv_used_fraction) == (0, 0, 0)
+    assert load.tokens_per_second > 0
+
+
+def test_the_cache_is_flushed_when_nothing_runs(rig):
+    given = generation("flush this prompt, please")
+    rig.caller.answer(given)
+    assert rig.caller.answer(given).sequences[0].usage.cached_prompt_tokens == 24
+    rig.hold()
+    call = rig.caller.stream(generation("running"))
+    rig.wait_queued(1)
+    refused = rig.caller.admin.FlushCache.future(pb.FlushCacheRequest())
+    rig.step_until(refused.done)
+    assert refused.exception().code() == CONFLICT and "1 requests" in refused.exception().details()
+    rig.device.allow(None)
+    list(call)
+    rig.wait_idle()
+    assert rig.caller.admin.FlushCache(pb.FlushCacheRequest()).freed_pages > 0
+    assert rig.caller.admin.FlushCache(pb.FlushCacheRequest()).freed_pages == 0
+    assert rig.caller.answer(given).sequences[0].usage.cached_prompt_tokens == 0
+
+
+def test_the_memory_snapshot_names_requests_as_callers_know_them(rig):
+    rig.hold()
+    call = rig.caller.stream(generation("who has which page", stop={"max_tokens": 20}))
+    rig.wait_queued(1)
+    request = rig.requests()[0]
+    rig.step_until(lambda: len(request.output_ids) == 2)
+    answer = rig.caller.admin.GetMemorySnapshot.future(pb.GetMemorySnapshotRequest())
+    rig.step_until(answer.done)
+    snapshot = json.loads(answer.result().json)
+    rig.device.allow(None)
+    started = next(call).started
+    owners = {page["request_id"] for page in snapshot["pages"] if page["owner"] == "row"}
+    assert owners == {started.request_id}
+    assert len(snapshot["pages"]) == 600 and snapshot["own"] > 0
+    list(call)
+
+
+def test_a_drain_waits_for_what_runs_and_lets_nothing_in():
+    with running() as rig:
+        rig.hold()
+        given = generation("running", stop={"max_tokens": 30, "ignore_eos": True})
+        call = rig.caller.stream(given)
+        rig.wait_queued(1)
+        impatient = rig.caller.admin.Drain.future(pb.DrainRequest(timeout_seconds=0.01))
+        rig.step_until(impatient.done)
+        assert impatient.result().still_running == 1
+        error = failure_of(rig.caller.answer, generation())
+        assert error.code() == grpc.StatusCode.UNAVAILABLE and "about to stop" in error.details()
+        health = health_pb2_grpc.HealthStub(rig.caller.channel)
+        service = health_pb2.HealthCheckRequest(service="jaxoverlap.v1.GenerateService")
+        eventually(lambda: health.Check(service).status == health_pb2.HealthCheckResponse.NOT_SERVING)
+        patient = rig.caller.admin.Drain.future(pb.DrainRequest(timeout_seconds=PATIENCE))
+        rig.device.allow(None)
+        assert [i for event in call for i in event.delta.token_ids] == expected(given)
+        assert patient.result().still_running == 0
+        assert field_of(failure_of(rig.caller.admin.Drain, pb.DrainRequest(timeout_seconds=-1))) == "timeout_seconds"
+
+
+def test_profiles_need_a_folder(rig):
+    for call, request in (
+        (rig.caller.admin.StartProfile, pb.StartProfileRequest()),
+        (rig.caller.admin.StopProfile, pb.StopProfileRequest()),
+    ):
+        assert failure_of(call, request).code() == CONFLICT
+    assert field_of(failure_of(rig.caller.admin.StartProfile, pb.StartProfileRequest(steps=0))) == "steps"
+
+
+def test_a_profile_ends_after_its_steps(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: calls.append(folder))
+    monkeypatch.setattr("jax.profiler.stop_trace", lambda: calls.append("stop"))
+    profiler = Profiler(str(tmp_path))
+    for steps, taken in ((3, 3), (None, DEFAULT_STEPS)):
+        assert profiler.start(steps) == str(tmp_path)
+        with pytest.raises(ConflictError, match="running already"):
+            profiler.start(1)
+        for _ in range(taken - 1):
+            profiler.count_step()
+        assert calls == [str(tmp_path)]
+        profiler.count_step()
+        assert calls == [str(tmp_path), "stop"]
+        calls.clear()
+    profiler.start(5)
+    assert profiler.stop() == str(tmp_path)
+    with pytest.raises(ConflictError, match="no profile"):
+        profiler.stop()
+
+
+def test_tokens_per_second_are_those_of_the_last_seconds():
+    now = 0.0
+    meter = LoadMeter(lambda: now)
+    for _ in range(100):
+        now += 0.1
+        meter.add(20)
+    assert meter.tokens_per_second() == pytest.approx(200, rel=0.1)
+    now += 5
+    assert meter.tokens_per_second() == pytest.approx(100, rel=0.15)
+    now += 100
+    assert meter.tokens_per_second() == 0
+    assert (meter.num_steps, meter.num_tokens) == (100, 2000)
+
+
+def test_an_idle_server_sleeps(rig):
+    """The engine's thread is in `select`, the front end looks up a few times a second; both are in this process."""
+    rig.wait_idle()
+    steps = rig.client.status.num_steps
+    before, started = time.process_time(), time.monotonic()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.05 * (time.monotonic() - started)
+    assert rig.client.status.num_steps == steps
