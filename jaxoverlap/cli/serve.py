@@ -109,6 +109,10 @@ class OperationOptions:
     metrics_host: Annotated[
         str | None, _operation(help="Where that port is, for everyone who can reach it. Default: 127.0.0.1.")
     ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _operation(metavar="URL", help="OpenTelemetry traces go there, by OTLP over HTTP. Needs the extra otel."),
+    ] = None
     log_level: Annotated[
         str | None, _operation(metavar="debug|info|warning|error", help="Of the log on standard error. Default: info.")
     ] = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ class ServerConfig:
       profile_dir: where `StartProfile` writes; None refuses it.
       metrics_port: of Prometheus metrics over HTTP, 0 takes a free one; None serves none.
       metrics_host: where that port is; they have numbers only, and no TLS.
+      otlp_traces_endpoint: URL of an OpenTelemetry collector for traces, by OTLP over HTTP; None sends none.
       log_level: "debug", "info", "warning" or "error"; log_format: "text" or "json", an object a line.
 
     Raises:
@@ -66,6 +68,7 @@ class ServerConfig:
     profile_dir: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
+    otlp_traces_endpoint: str | None = None
     log_level: str = "info"
     log_format: str = "text"
 
@@ -93,6 +96,7 @@ class ServerConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; use one of {', '.join(allowed)}")
         self._check_files()
         self._check_addresses()
+        self._check_tracing()
 
     @property
     def address(self) -> Address:
@@ -133,6 +137,20 @@ class ServerConfig:
             raise ConfigError("frontends: a unix socket can't be shared; use 1, or a port")
         if self.frontends > 1 and self.in_process:
             raise ConfigError("frontends: there is one when everything is in_process")
+
+    def _check_tracing(self) -> None:
+        url = self.otlp_traces_endpoint
+        if url is None:
+            return
+        if not url.startswith(("http://", "https://")):
+            allowed = "use a URL such as http://127.0.0.1:4318/v1/traces"
+            raise ConfigError(f"otlp_traces_endpoint: {url!r} is not allowed; {allowed}")
+        try:
+            found = find_spec("opentelemetry.sdk.trace") and find_spec("opentelemetry.exporter.otlp.proto.http")
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ConfigError("otlp_traces_endpoint: OpenTelemetry is not installed; pip install 'jaxoverlap[otel]'")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

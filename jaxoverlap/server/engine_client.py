@@ -87,6 +87,7 @@ class EngineClient:
         self.check_open()
         if not self._samples and not self.status.has_work:
             self._heard = time.monotonic()  # nothing was expected until now
+        call.queued_time = time.monotonic()
         self._samples |= {sample.key: (call, sample) for sample in call.samples}
         prompt, sampling = call.prompt_ids.tobytes(), messages.sampling_to_wire(call.sampling)
         self._send("add", call.samples[0].key, prompt, sampling, vars(options), call.arrival)

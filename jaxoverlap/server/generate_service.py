@@ -14,7 +14,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import numpy as np
@@ -32,6 +32,9 @@ from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.v1 import generate_service_pb2_grpc
 from jaxoverlap.wire import answers, requests
+
+if TYPE_CHECKING:
+    from jaxoverlap.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +73,7 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
 
     Args:
       name_prefix: a request's id is this and a number.
+      tracing: is told of each call that has ended; None if nobody wants to know.
 
     Attributes:
       model: set when the engine is ready.
@@ -77,12 +81,18 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
     """
 
     def __init__(
-        self, engine: EngineClient, admission: Admission, limits: CallLimits, threads: Executor, name_prefix: str
+        self,
+        engine: EngineClient,
+        admission: Admission,
+        limits: CallLimits,
+        threads: Executor,
+        name_prefix: str,
+        tracing: Tracing | None = None,
     ) -> None:
         self.model: ServedModel | None = None
         self.streams: set[Call] = set()
         self._engine, self._admission, self._limits = engine, admission, limits
-        self._threads, self._name_prefix = threads, name_prefix
+        self._threads, self._name_prefix, self._tracing = threads, name_prefix, tracing
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         async with self._running(request.generation, context, stream=False) as call:
@@ -160,6 +170,9 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
             finally:
                 self._engine.abandon(call)
                 self._log_end(call)
+                if self._tracing is not None:
+                    method = "GenerateStream" if stream else "Generate"
+                    self._tracing.record(call, method, model.name, context.invocation_metadata() or ())
 
     def _log_end(self, call: Call) -> None:
         num_ids, seconds = sum(sample.num_ids for sample in call.samples), time.monotonic() - call.arrival
