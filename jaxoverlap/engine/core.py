@@ -48,13 +48,18 @@ _STATUS_SECONDS = 0.5
 
 
 class Owner:
-    """Whose a request is, and what has been told of it."""
+    """Whose a request is.
 
-    __slots__ = ("has_started", "key", "link", "num_preemptions", "num_scores", "request")
+    Attributes:
+      has_more: besides its next token there is something to tell: that it has started, or scores.
+      num_scores, num_preemptions: told of.
+    """
+
+    __slots__ = ("has_more", "key", "link", "num_preemptions", "num_scores", "request")
 
     def __init__(self, link: Link, key: int, request: Request) -> None:
         self.link, self.key, self.request = link, key, request
-        self.has_started = False
+        self.has_more = True
         self.num_scores = self.num_preemptions = 0
 
 
@@ -82,6 +87,7 @@ class EngineCore:
         """By front end and key."""
         self._load = LoadMeter()
         self._metrics = EngineMetrics(engine.loop)
+        self._num_preemptions = 0
         self._next_status = 0.0
         self._had_work = False
         self._selector = selectors.DefaultSelector()
@@ -102,6 +108,7 @@ class EngineCore:
                 self._turn()
         except Exception as error:
             text = str(error) if isinstance(error, JaxOverlapError) else f"{type(error).__name__}: {error}"
+            logger.error("the engine has failed", exc_info=error)
             self._broadcast("failed", text)
             raise
         finally:
@@ -153,27 +160,13 @@ class EngineCore:
             owner = owners.get(request.request_id)
             if owner is None:  # its front end does not want it any more
                 continue
+            if owner.has_more:
+                self._tell_more(owner)
             news = owner.link.news
-            if not owner.has_started:
-                owner.has_started = True
-                news.started.append(
-                    [
-                        owner.key,
-                        request.cached_tokens,
-                        request.seed,
-                        request.admit_time,
-                        request.first_token_time,
-                        request.prompt_scores,
-                    ]
-                )
             news.keys.append(owner.key)
             news.token_ids.append(token_id)
-            if len(request.scores) > owner.num_scores:
-                news.scores += [[owner.key, score] for score in request.scores[owner.num_scores :]]
-                owner.num_scores = len(request.scores)
-            if request.num_preemptions != owner.num_preemptions:
-                owner.num_preemptions = request.num_preemptions
-                news.preempted.append([owner.key, request.num_preemptions])
+        if self.engine.loop.scheduler.counters.preemptions != self._num_preemptions:
+            self._tell_preemptions()
         for request in output.finished:
             owner = owners.pop(request.request_id, None)
             if owner is None:
@@ -184,6 +177,30 @@ class EngineCore:
             owner.link.news.finished.append(
                 [owner.key, request.finish_reason.value, request.matched_token_id, error, request.finish_time]
             )
+
+    def _tell_more(self, owner: Owner) -> None:
+        request, news = owner.request, owner.link.news
+        if owner.num_scores == 0:  # its first token
+            news.started.append(
+                [
+                    owner.key,
+                    request.cached_tokens,
+                    request.seed,
+                    request.admit_time,
+                    request.first_token_time,
+                    request.prompt_scores,
+                ]
+            )
+        news.scores += [[owner.key, score] for score in request.scores[owner.num_scores :]]
+        owner.num_scores = len(request.scores)
+        owner.has_more = owner.num_scores > 0
+
+    def _tell_preemptions(self) -> None:
+        self._num_preemptions = self.engine.loop.scheduler.counters.preemptions
+        for owner in self._owners.values():
+            if owner.request.num_preemptions != owner.num_preemptions:
+                owner.num_preemptions = owner.request.num_preemptions
+                owner.link.news.preempted.append([owner.key, owner.num_preemptions])
 
     def _report(self) -> None:
         """The status, when work begins or ends and from time to time while there is some."""

@@ -104,9 +104,13 @@ class FrontEnd:
                 asyncio.create_task(self._follow_supervisor()),
                 asyncio.create_task(self._keep_house()),
             ]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # The supervisor's word counts, should the engine end at the same moment.
-            seconds = next((task.result() for task in tasks if task in done and task.result() is not None), None)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            seconds = None
+            for task in tasks:
+                if task.done() and task.exception() is not None:
+                    logger.error("the front end has failed", exc_info=task.exception())
+                elif task.done():  # the supervisor's word counts, should the engine end at the same moment
+                    seconds = task.result() if seconds is None else seconds
             await self._stop(_LAST_WORDS_SECONDS if seconds is None else seconds)
             return 0 if seconds is not None else 1
         except ConfigError as error:
@@ -205,7 +209,9 @@ class FrontEnd:
         await self._health.update()
         await self._health.servicer.enter_graceful_shutdown()
         self._engine.fail_all(ServerUnavailableError("the server is shutting down"))
-        await asyncio.gather(*(server.stop(seconds) for server in self._servers))
+        stops = [asyncio.create_task(server.stop(seconds)) for server in self._servers]
+        if stops:  # bounded once more, should a call not let go
+            await asyncio.wait(stops, timeout=seconds + _LAST_WORDS_SECONDS)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

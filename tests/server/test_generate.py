@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
+from jaxoverlap.server import generate_service
 from jaxoverlap.v1 import common_pb2
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from tests.fakes import oracle, salt_of
@@ -191,3 +194,28 @@ def test_a_message_may_be_continued(rig):
     messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "So"}]
     given = generation(None, chat={"messages": messages, "continue_final_message": True})
     assert list(rig.caller.answer(given).sequences[0].token_ids) == expected(generation("user: abc\nassistant: So"))
+
+
+def test_a_prompt_that_takes_long_to_read_holds_nobody_up(rig, monkeypatch):
+    entered, leave = threading.Event(), threading.Event()
+    encode = generate_service.encode_prompt
+
+    def slow_encode(given, tokenizer):
+        if given.text == "slow":
+            entered.set()
+            assert leave.wait(20)
+        return encode(given, tokenizer)
+
+    monkeypatch.setattr(generate_service, "encode_prompt", slow_encode)
+    slow = rig.caller.generate.Generate.future(pb.GenerateRequest(generation=generation("slow")))
+    assert entered.wait(20)
+    given = generation("quick", stop={"max_tokens": 30})
+    assert list(rig.caller.answer(given).sequences[0].token_ids) == expected(given)
+    assert not slow.done()
+    leave.set()
+    assert list(slow.result().sequences[0].token_ids) == expected(generation("slow"))
+
+
+def test_a_megabyte_of_text_is_refused_by_its_length(rig):
+    with pytest.raises(grpc.RpcError, match="1000000 tokens"):
+        rig.caller.answer(generation("x" * 1_000_000))

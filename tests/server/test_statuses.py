@@ -215,3 +215,23 @@ def test_an_engine_that_breaks_ends_every_call_as_unavailable():
         guilty.close()
         eventually(lambda: broken.exit_code is not None)
         assert broken.exit_code == 1
+
+
+def test_a_front_end_that_breaks_ends_every_call_as_unavailable(monkeypatch, caplog):
+    with running() as broken:
+        broken.hold()
+        call = broken.caller.stream(generation("innocent", stop={"max_tokens": 100}))
+        broken.wait_queued(1)
+        monkeypatch.setattr(broken.frontend._gatekeeper, "refresh", lambda: 1 / 0)
+        assert failure_of(list, call).code() == grpc.StatusCode.UNAVAILABLE
+        eventually(lambda: broken.exit_code is not None)
+        assert broken.exit_code == 1 and "ZeroDivisionError" in caplog.text
+
+
+def test_outputs_that_cannot_be_put_together_end_their_call_alone(rig, monkeypatch, caplog):
+    monkeypatch.setattr("jaxoverlap.server.calls.OutputAssembler.add", lambda *_: 1 / 0)
+    monkeypatch.setattr("jaxoverlap.server.calls.OutputAssembler.finish", lambda *_, **__: 1 / 0)
+    error = failure_of(rig.caller.answer, generation("unlucky"))
+    monkeypatch.undo()
+    assert error.code() == grpc.StatusCode.INTERNAL and "division" not in error.details()
+    assert "ZeroDivisionError" in caplog.text

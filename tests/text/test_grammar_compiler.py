@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -237,11 +238,35 @@ def test_close_ends_the_processes_and_what_waits_for_them():
     time.sleep(0.1)
     compiler.close()
     for future in pending:
-        with pytest.raises((InvalidRequestError, EngineError)):
+        with pytest.raises(EngineError, match="shutting down"):
             future.result(timeout=10)
     assert process.poll() is not None
     with pytest.raises(EngineError):
         constraint(compiler, regex="b")
+    compiler.close()
+
+
+def test_without_a_process_the_engine_is_at_fault_and_it_is_tried_again(monkeypatch):
+    compiler = make_compiler(workers=1)
+    try:
+        for executable in ("/no/such/python", shutil.which("false")):
+            monkeypatch.setattr("sys.executable", executable)
+            with pytest.raises(EngineError, match="did not start"):
+                constraint(compiler, regex="a")
+        monkeypatch.undo()
+        constraint(compiler, regex="a")
+    finally:
+        compiler.close()
+
+
+def test_a_process_whose_parent_has_gone_ends_by_itself():
+    compiler = make_compiler(workers=1, seconds=0.5)
+    constraint(compiler, regex="a")
+    (trial,) = compiler._trials
+    process = trial._process
+    trial._connection.send((ENDLESS, 0.5))
+    trial._connection.close()
+    assert process.wait(timeout=10) == -signal.SIGALRM
     compiler.close()
 
 
