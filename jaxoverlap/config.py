@@ -12,7 +12,7 @@ from jaxoverlap.errors import ConfigError, UnsupportedError
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.scheduler.config import SchedulerConfig
 
-ATTENTION = ("auto", "xla", "triton", "mosaic")
+ATTENTION = ("auto", "xla")
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULES = ("overlap", "timeslice", "serial")
 MAX_PREFILL_ROWS = 16
@@ -76,7 +76,7 @@ class EngineConfig:
         chunks, the schedule, the cache and preemption, on the same device: every step has the same shape, and prompts
         attend as decoding rows do. Slower, for prompts above all (docs/benchmarks.md).
       max_queue: requests that may wait without having run; None is no limit.
-      attention: "auto", "xla", "triton" or "mosaic".
+      attention: "auto" or "xla"; "triton" and "mosaic" are refused as not in this build.
       compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
 
     Raises:
@@ -117,9 +117,9 @@ class EngineConfig:
             raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("schedule", self.schedule, SCHEDULES)
-        _check_choice("attention", self.attention, ATTENTION)
         if self.attention in ("triton", "mosaic"):
             raise UnsupportedError(f"attention: {self.attention!r} is not in this build; use 'auto' or 'xla'")
+        _check_choice("attention", self.attention, ATTENTION)
         for name, low, high in (
             ("max_model_len", 2, 2**24),
             ("max_running", 1, 65_536),

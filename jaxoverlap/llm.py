@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from os import PathLike
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from jaxoverlap import display
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.shared import SharedEngine
@@ -100,13 +102,15 @@ class LLM:
         many: Sequence[Any] = prompts if is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
         params = one_for_each(many, "sampling_params", sampling_params, SamplingParams)
         treatment = one_for_each(many, "options", options, RequestOptions)
+        for one in params:
+            self.engine.compile_constraint(one)  # all at once; each check then waits for its own
         encoded = [
             self._checked(prompt, one, f"prompts[{index}]")
             for index, (prompt, one) in enumerate(zip(many, params, strict=True))
         ]
         outputs: list[RequestOutput | None] = [None] * len(many)
         with display.generation_bar(len(many), shown=self._shows(progress)) as bar:
-            inputs = map(_Input, many, encoded, params, treatment)
+            inputs = map(self._input, many, encoded, params, treatment)
             for index, result in self._run(inputs, window=None, bar=bar):
                 if isinstance(result, JaxOverlapError):
                     raise result
@@ -175,7 +179,7 @@ class LLM:
                     ids = self._encode(prompt)
                 except JaxOverlapError as error:
                     ids = error
-                yield _Input(prompt, ids, params, rest[0] if rest else DEFAULT_OPTIONS)
+                yield self._input(prompt, ids, params, rest[0] if rest else DEFAULT_OPTIONS)
 
         window = window or 4 * self.resolved.scheduler.max_running
         with display.generation_bar(None, shown=self._shows(None)) as bar:
@@ -196,6 +200,10 @@ class LLM:
             raise InvalidRequestError("best_of", params.best_of, allowed)
         ids = self._checked(prompt, params, "prompt")
         return self._stream(prompt, ids, params, options or DEFAULT_OPTIONS)
+
+    def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
+        """The token ids that the model would see; raises as `generate` if it would refuse. Needs no warm-up."""
+        return self._checked(prompt, sampling_params or SamplingParams(), "prompt").tolist()
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request reads; returns the number of pages."""
@@ -258,19 +266,28 @@ class LLM:
         finally:
             self._shared.leave([collector])
 
+    def _input(self, prompt: Prompt, ids: Any, params: SamplingParams, options: RequestOptions) -> _Input:
+        return _Input(prompt, ids, params, options, self.engine.compile_constraint(params))
+
     def _run(
         self, inputs: Iterator[_Input | None], *, window: int | None, bar: display.GenerationBar
     ) -> Iterator[tuple[int, RequestOutput | JaxOverlapError]]:
-        """Keeps up to `window` inputs in the engine and yields each one's output when it is finished."""
+        """Keeps up to `window` inputs in work and yields each one's output when it is finished.
+
+        An input whose grammar is still being compiled waits here, and what is in the engine goes on.
+        """
         self.warm_up()
         shared = self._shared
         finished: deque[PromptCollector] = deque()
         running: dict[PromptCollector, int] = {}
+        entering: dict[int, _Input] = {}
         indices = itertools.count()
         exhausted = False
         try:
             while True:
-                while not (exhausted or shared.queue_is_full or (window is not None and len(running) >= window)):
+                while not (exhausted or shared.queue_is_full):
+                    if window is not None and len(running) + len(entering) >= window:
+                        break
                     try:
                         given = next(inputs)
                     except StopIteration:
@@ -278,22 +295,17 @@ class LLM:
                         break
                     if given is None:
                         break
-                    index = next(indices)
-                    try:
-                        if isinstance(given.ids, JaxOverlapError):
-                            raise given.ids
-                        collector = shared.add(given.prompt, given.ids, given.params, given.options, finished)
-                    except EngineError:
-                        raise
-                    except JaxOverlapError as error:
-                        yield index, error
-                        continue
-                    running[collector] = index
-                if not running:
-                    if exhausted:
+                    entering[next(indices)] = given
+                    if given.is_ready:
+                        yield from self._enter(entering, running, finished)
+                yield from self._enter(entering, running, finished)
+                if not running and not shared.queue_is_full:
+                    if entering:
+                        compiling = [given.compiling for given in entering.values() if given.compiling is not None]
+                        wait(compiling, return_when=FIRST_COMPLETED)
+                    elif exhausted:
                         return
-                    if not shared.queue_is_full:
-                        continue
+                    continue
                 new_tokens = shared.step()
                 bar.update(finished=len(finished), new_tokens=new_tokens)
                 while finished:
@@ -302,12 +314,44 @@ class LLM:
         finally:
             shared.leave(running)
 
+    def _enter(
+        self, entering: dict[int, _Input], running: dict[PromptCollector, int], finished: deque[PromptCollector]
+    ) -> Iterator[tuple[int, JaxOverlapError]]:
+        """Takes what is ready into the engine as long as its queue has room; yields what is refused."""
+        for index, given in list(entering.items()):
+            if not given.is_ready or self._shared.queue_is_full:
+                continue
+            del entering[index]
+            try:
+                if isinstance(given.ids, JaxOverlapError):
+                    raise given.ids
+                compiled = given.compiling.result() if given.compiling is not None else None
+                collector = self._shared.add(
+                    given.prompt, given.ids, given.params, given.options, finished, compiled=compiled
+                )
+            except EngineError:
+                raise
+            except JaxOverlapError as error:
+                yield index, error
+                continue
+            running[collector] = index
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Input:
-    """One prompt on its way to the engine; `ids` is an error if the prompt has none."""
+    """One prompt on its way to the engine.
+
+    Attributes:
+      ids: what the model will see, or an error if there is no such thing.
+      compiling: what its text must be, if anything.
+    """
 
     prompt: Prompt
     ids: Sequence[int] | np.ndarray | JaxOverlapError
     params: SamplingParams
     options: RequestOptions
+    compiling: Future[CompiledConstraint] | None
+
+    @property
+    def is_ready(self) -> bool:
+        return self.compiling is None or self.compiling.done() or isinstance(self.ids, JaxOverlapError)

@@ -81,6 +81,14 @@ def salt_of(seed: int, sample_index: int = 0) -> int:
 class _ToyStep:
     def __init__(self, runner: ToyRunner, plan: StepPlan) -> None:
         self.runner, self.plan, self.result, self.ready_at = runner, plan, None, 0.0
+        self.allowed: list[np.ndarray | None] = [None] * len(plan.rows)
+        self.may_run = not plan.is_constrained
+
+    def sample(self, allowed: np.ndarray) -> None:
+        """Of each row the ids that may come, lowest first."""
+        bits = np.unpackbits(allowed.view(np.uint8), axis=1, count=VOCAB_SIZE, bitorder="little")
+        self.allowed = [np.flatnonzero(row) for row in bits]
+        self.may_run = True
 
     def read(self) -> StepResult:
         return StepResult(self.runner.finish(self))
@@ -115,6 +123,7 @@ class ToyRunner:
         self.finished = [True] * max_running
         self.launched: deque[_ToyStep] = deque()
         self.num_launches = 0
+        self.compiles_after_ready = 0
         self.row_steps: dict[int, int] = {}
         """Decode steps launched per request id."""
         self._device_free_at = 0.0
@@ -137,26 +146,29 @@ class ToyRunner:
         """Runs everything launched: a device that is faster than its reader."""
         while self.launched:
             oldest = self.launched.popleft()
-            oldest.result = self._run(oldest.plan)
+            oldest.result = self._run(oldest)
 
     def finish(self, step: _ToyStep) -> np.ndarray:
         while step.result is None:
             oldest = self.launched.popleft()
-            oldest.result = self._run(oldest.plan)
+            oldest.result = self._run(oldest)
         remaining = step.ready_at - time.perf_counter()
         if remaining > 0:
             time.sleep(remaining)
         return step.result
 
-    def _run(self, plan: StepPlan) -> np.ndarray:
-        results = [self._run_chunk(chunk) for chunk in plan.chunks]
+    def _run(self, step: _ToyStep) -> np.ndarray:
+        plan, allowed = step.plan, step.allowed
+        assert step.may_run, "only the first half of the step was launched"
+        results = [self._run_chunk(chunk, ids) for chunk, ids in zip(plan.chunks, allowed, strict=False)]
+        decoding = zip(plan.decode_rows.tolist(), plan.decode_new_pages.tolist(), strict=True)
         results += [
-            self._run_decode(row, page)
-            for row, page in zip(plan.decode_rows.tolist(), plan.decode_new_pages.tolist(), strict=True)
+            self._run_decode(row, page, ids)
+            for (row, page), ids in zip(decoding, allowed[len(plan.chunks) :], strict=True)
         ]
         return np.array([(token, int(status)) for token, status in results], dtype=np.int32).reshape(-1, 2)
 
-    def _run_chunk(self, chunk) -> tuple[int, RowStatus]:
+    def _run_chunk(self, chunk, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
         row = chunk.row
         request: Request = chunk.request
         self.page_table[row] = self.limits.num_pages
@@ -169,9 +181,9 @@ class ToyRunner:
         for position, token in enumerate(chunk.token_ids.tolist(), chunk.start):
             self._write(row, position, token)
         self.seq_len[row] = chunk.end
-        return self._sample(row) if chunk.publishes else (-1, RowStatus.VOID)
+        return self._sample(row, allowed) if chunk.publishes else (-1, RowStatus.VOID)
 
-    def _run_decode(self, row: int, new_page: int) -> tuple[int, RowStatus]:
+    def _run_decode(self, row: int, new_page: int, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
         if self.finished[row]:
             return -1, RowStatus.VOID
         position = self.seq_len[row]
@@ -179,7 +191,7 @@ class ToyRunner:
             self.page_table[row, position // self.limits.page_size] = new_page
         self._write(row, position, self.last_token[row])
         self.seq_len[row] += 1
-        return self._sample(row)
+        return self._sample(row, allowed)
 
     def _write(self, row: int, position: int, token: int) -> None:
         size = self.limits.page_size
@@ -187,12 +199,17 @@ class ToyRunner:
         assert page < self.limits.num_pages, f"row {row}: position {position} has no page"
         self.kv[page, position % size] = _kv(token, position)
 
-    def _sample(self, row: int) -> tuple[int, RowStatus]:
+    def _sample(self, row: int, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
         length, size = self.seq_len[row], self.limits.page_size
         first = 0 if self.window is None else max(0, length - self.window)
         pages = self.page_table[row, first // size : -(-length // size)]
         slots = self.kv[pages].reshape(-1)[first % size : first % size + length - first]
         token = _next_token(zlib.crc32(slots), length, self.salt[row])
+        if allowed is not None and len(allowed) < VOCAB_SIZE:
+            if len(allowed) == 0:
+                self.finished[row] = True
+                return -1, RowStatus.NO_TOKEN
+            token = int(allowed[token % len(allowed)])
         self.last_token[row] = token
         self.num_outputs[row] += 1
         if token in self.stop_ids[row]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
+from jaxoverlap.constraint import CompiledConstraint, TokenConstraint
+from jaxoverlap.outputs import FinishReason
+from jaxoverlap.request import Request
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from jaxoverlap.text.grammar import GrammarConstraint
 from jaxoverlap.text.grammar_compiler import GrammarCompiler
@@ -52,6 +57,20 @@ def sentencepiece_tokenizer(*, byte_fallback: bool) -> Tokenizer:
     backend.decoder = decoders.Sequence(steps) if byte_fallback else decoders.Metaspace()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     return Tokenizer(backend, eos_token_ids=EOS_IDS[:1])
+
+
+@functools.cache
+def ascii_tokenizer() -> Tokenizer:
+    """Few enough ids for the models of `tests.tiny` and `tests.fakes`, whose table has more rows; id 5 is the end."""
+    special = [*SPECIAL, "<eos>"]
+    characters = 'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-+ĠĊ'
+    vocab = {
+        token: i for i, token in enumerate([*special, *characters, '{"', '":', '"}', "12", "ab", "bb", "aaa", "Ġ{"])
+    }
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    return Tokenizer(backend, eos_token_ids=[5])
 
 
 def make_compiler(tokenizer: Tokenizer | None = None, table_size: int = TABLE_SIZE, **changes: Any) -> GrammarCompiler:
@@ -115,39 +134,90 @@ class JsonWriter:
         return int(self._rng.choice([i for i in allowed if i not in self._late] or allowed))
 
 
-def random_schema(rng: np.random.Generator, depth: int = 5) -> dict[str, Any]:
-    """A JSON schema, objects and arrays nested to `depth`, of the keywords that people write."""
+class RecordingConstraint:
+    """Remembers what it was told, and insists on the rules of `TokenConstraint`."""
+
+    def __init__(self, inner: TokenConstraint) -> None:
+        self.inner = inner
+        self.seen: list[int] = []
+
+    is_complete = property(lambda self: self.inner.is_complete)
+    error = property(lambda self: self.inner.error)
+
+    def fill_mask(self, out: np.ndarray) -> None:
+        assert not self.is_complete and self.error is None
+        self.inner.fill_mask(out)
+
+    def advance(self, token_id: int) -> None:
+        assert not self.is_complete and self.error is None
+        self.seen.append(token_id)
+        self.inner.advance(token_id)
+
+
+class RecordingCompiler(GrammarCompiler):
+    """Its constraints are `RecordingConstraint`s."""
+
+    def submit(self, sampling: SamplingParams) -> Future[CompiledConstraint]:
+        recorded: Future[CompiledConstraint] = Future()
+
+        def record(compiled: Future[CompiledConstraint]) -> None:
+            if (error := compiled.exception()) is not None:
+                recorded.set_exception(error)
+            else:
+                start = compiled.result().start
+                recorded.set_result(SimpleNamespace(start=lambda: RecordingConstraint(start())))
+
+        super().submit(sampling).add_done_callback(record)
+        return recorded
+
+
+def outcome(request: Request) -> tuple[list[int], FinishReason | None]:
+    """What came of a request, once it is certain that its constraint has seen exactly its outputs."""
+    if isinstance(request.constraint, RecordingConstraint):
+        ended_by_id = request.finish_reason in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        assert request.constraint.seen == (request.output_ids[:-1] if ended_by_id else request.output_ids)
+    return request.output_ids, request.finish_reason
+
+
+def random_schema(rng: np.random.Generator, depth: int = 5, *, bounded: bool = False) -> dict[str, Any]:
+    """A JSON schema, objects and arrays nested to `depth`, of the keywords that people write.
+
+    `bounded` leaves out what lets a text go on forever, so that it comes to its end whatever a model likes.
+    """
     kinds = ["string", "integer", "number", "boolean", "null", "enum", "const"]
     if depth > 1:
         kinds += ["object", "array", "anyOf"] * 3
     kind = str(rng.choice(kinds))
+    inner = functools.partial(random_schema, rng, depth - 1, bounded=bounded)
     if kind == "object":
         names = [f"k{i}" for i in range(int(rng.integers(0, 4)))]
-        schema: dict[str, Any] = {"type": "object", "properties": {n: random_schema(rng, depth - 1) for n in names}}
+        schema: dict[str, Any] = {"type": "object", "properties": {name: inner() for name in names}}
         schema["required"] = [name for name in names if rng.random() < 0.6]
-        if rng.random() < 0.7:
-            schema["additionalProperties"] = False if rng.random() < 0.8 else random_schema(rng, 1)
+        if bounded or rng.random() < 0.6:
+            schema["additionalProperties"] = False
+        elif rng.random() < 0.5:
+            schema["additionalProperties"] = random_schema(rng, 1)
         return schema
     if kind == "array":
         low = int(rng.integers(0, 3))
-        return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": low, "maxItems": low + 2}
+        return {"type": "array", "items": inner(), "minItems": low, "maxItems": low + (1 if bounded else 2)}
     if kind == "anyOf":
-        return {"anyOf": [random_schema(rng, depth - 1) for _ in range(int(rng.integers(1, 4)))]}
-    if kind == "string":
-        options: list[dict[str, Any]] = [
-            {},
+        return {"anyOf": [inner() for _ in range(int(rng.integers(1, 4)))]}
+    low = int(rng.integers(-50, 50))
+    options: dict[str, list[dict[str, Any]]] = {
+        "string": [
             {"maxLength": 5},
             {"minLength": 2, "maxLength": 4},
             {"pattern": "^[a-c]{1,3}$"},
-        ]
-        options.append({"format": "date"})
-        return {"type": "string"} | options[int(rng.integers(len(options)))]
-    if kind == "integer":
-        low = int(rng.integers(-50, 50))
-        bounds = [{}, {"minimum": low, "maximum": low + 30}, {"exclusiveMinimum": low}]
-        return {"type": "integer"} | bounds[int(rng.integers(len(bounds)))]
-    if kind == "number":
-        return {"type": "number"} | ({"minimum": -1.5, "maximum": 2.25} if rng.random() < 0.5 else {})
+            {"format": "date"},
+            {},
+        ],
+        "integer": [{"minimum": low, "maximum": low + 30}, {"exclusiveMinimum": low}],
+        "number": [{"minimum": -1.5, "maximum": 2.25, "multipleOf": 0.25}, {}],
+    }
+    if kind in options:
+        possible = options[kind][:-1] if bounded else options[kind]
+        return {"type": kind} | possible[int(rng.integers(len(possible)))]
     if kind == "enum":
         return {"enum": ["a", "déjà", 1, None, True][: int(rng.integers(1, 6))]}
     if kind == "const":

@@ -20,6 +20,7 @@ from jaxoverlap import (
     InvalidRequestError,
     RequestOptions,
     SamplingParams,
+    UnsupportedError,
 )
 from jaxoverlap import llm as llm_module
 from jaxoverlap.config import EngineConfig
@@ -245,6 +246,13 @@ def test_a_bad_setting_names_itself(monkeypatch, setting, value):
     monkeypatch.setattr(llm_module, "build_engine", toy_build)
     with pytest.raises(ConfigError, match=f"^{setting}: {value!r} is not allowed"):
         LLM(**{setting: value})
+
+
+def test_kernels_that_are_not_here_are_not_offered():
+    with pytest.raises(ConfigError, match=r"use one of auto, xla$"):
+        EngineConfig(attention="flash")
+    with pytest.raises(UnsupportedError, match="'triton' is not in this build; use 'auto' or 'xla'"):
+        EngineConfig(attention="triton")
 
 
 def test_a_pool_too_small_for_one_long_request_says_what_to_change():

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 
-from jaxoverlap import LLM, FinishReason, InvalidRequestError, RequestOptions, SamplingParams
+from jaxoverlap import LLM, FinishReason, InvalidRequestError, RequestOptions, SamplingParams, StructuredOutput
 from jaxoverlap import llm as llm_module
-from jaxoverlap.engine.collector import PromptCollector
-from jaxoverlap.errors import EngineError, QueueFullError, UnsupportedError
-from jaxoverlap.outputs import TokenScore
+from jaxoverlap.errors import QueueFullError, UnsupportedError
 from jaxoverlap.prompts import ChatPrompt
-from jaxoverlap.request import Request, RequestStatus
+from jaxoverlap.request import RequestStatus
+from jaxoverlap.text.chat_template import ChatTemplate
 from tests.cli import toy
 from tests.fakes import VOCAB_SIZE, oracle, salt_of
 from tests.test_llm import GREEDY, llm, toy_build, words  # noqa: F401, a fixture
@@ -146,6 +147,44 @@ def test_stop_is_nothing_to_who_has_finished(llm):  # noqa: F811
     assert ended == waiting and {one.finish_reason for one in waiting} == {"stop_string"}
 
 
+# ---------------------------------------------------------------- grammars that take their time
+
+
+def test_inputs_behind_a_slow_grammar_go_on(llm):  # noqa: F811
+    slow: Future = Future()
+
+    class Compiler:
+        def submit(self, sampling):
+            return slow
+
+        def close(self): ...
+
+    llm.engine.constraints = Compiler()
+    structured = params(structured_output=StructuredOutput(regex="a"))
+    inputs = [([1], params(max_tokens=3)), ([2], structured), *(([i], params(max_tokens=3)) for i in range(3, 9))]
+    done = []
+    for index, result in llm.generate_each(iter(inputs), window=2):
+        done.append((index, isinstance(result, InvalidRequestError)))
+        if len(done) == 5:
+            slow.set_exception(InvalidRequestError("structured_output.regex", "a", "too slow"))
+    assert [index for index, failed in done if failed] == [1]
+    assert sorted(index for index, _ in done) == list(range(8))
+    assert [index for index, _ in done[:5]] == [0, 2, 3, 4, 5]
+
+
+def test_a_grammar_that_is_all_there_is_gets_waited_for(llm):  # noqa: F811
+    slow: Future = Future()
+    llm.engine.constraints = SimpleNamespace(submit=lambda sampling: slow, close=lambda: None)
+    threading.Timer(0.05, slow.set_exception, [InvalidRequestError("structured_output.regex", "a", "bad")]).start()
+    structured = params(structured_output=StructuredOutput(regex="a"))
+    [(index, error)] = llm.generate_each([([1], structured)])
+    assert index == 0 and error.field == "structured_output.regex"
+    for call in (llm.generate, llm.stream):
+        with pytest.raises(InvalidRequestError, match=r"structured_output\.regex"):
+            call([1], structured)
+    assert llm.runner.num_launches == 0
+
+
 # ---------------------------------------------------------------- samples
 
 
@@ -216,81 +255,6 @@ def test_the_best_can_not_be_streamed(llm):  # noqa: F811
     assert len(streamed(llm, [3], params(n=2, best_of=2)).outputs) == 2
 
 
-def finished_request(sample_index, tokens, logprob, sampling, **changes) -> Request:
-    request = Request(
-        request_id=sample_index,
-        prompt_ids=llm_module.np.array([3, 4, 5]),
-        sampling=sampling,
-        max_tokens=9,
-        stop_ids=(),
-        seed=7,
-        sample_index=sample_index,
-    )
-    request.output_ids, request.scores = list(tokens), [TokenScore(token, logprob, 1) for token in tokens]
-    request.arrival_time = request.finish_time = 0.0
-    request.status, request.finish_reason = RequestStatus.FINISHED, FinishReason.LENGTH
-    for name, value in changes.items():
-        setattr(request, name, value)
-    return request
-
-
-def collected(requests):
-    collector = PromptCollector("p", requests, toy.make_tokenizer(), streams=False)
-    for request in requests:
-        collector.take(request)
-    assert collector.is_finished
-    return collector.output()
-
-
-def test_the_best_samples_come_first():
-    sampling = params(n=2, best_of=4, stop="!")
-    mark = toy.make_tokenizer().encode("!")[0]
-    requests = [
-        finished_request(0, [40, 41], -2.0, sampling),
-        finished_request(1, [42, 43], -0.5, sampling),
-        # Only what is shown counts: the two after the stop would have made it the worst.
-        finished_request(2, [44, mark, 46, 47], -0.75, sampling),
-        finished_request(3, [48], -0.1, sampling, finish_reason=FinishReason.ERROR, error=EngineError("broken")),
-    ]
-    best = collected(requests)
-    assert [one.index for one in best.outputs] == [1, 2]
-    assert [one.cumulative_logprob for one in best.outputs] == [-1.0, -1.5]
-    assert all(one.logprobs is None for one in best.outputs), "not asked for"
-    # One that broke off is better than none, and last.
-    everything = collected([finished_request(i, [40], -1.0 - i, params(n=4, best_of=5)) for i in (0, 1, 2, 3)][:4])
-    assert [one.index for one in everything.outputs] == [0, 1, 2, 3]
-
-
-def test_a_sample_that_breaks_off_says_so_alone():
-    error = EngineError("no token")
-    sampling = params(n=2)
-    output = collected(
-        [
-            finished_request(0, [40], -1.0, sampling),
-            finished_request(1, [41], -1.0, sampling, finish_reason=FinishReason.ERROR, error=error),
-        ]
-    )
-    assert [(one.finish_reason, one.error) for one in output.outputs] == [("length", None), ("error", error)]
-
-
-def test_log_probabilities_of_prompt_and_outputs():
-    sampling = params(logprobs=1, prompt_logprobs=2)
-    top = ((40, -0.1), (41, -3.0), (42, -4.0))
-    request = finished_request(0, [40], -0.1, sampling)
-    request.scores = [TokenScore(40, -0.1, 1, top)]
-    request.prompt_scores = [TokenScore(4, -2.0, 9, top), TokenScore(5, -1.0, 2, top)]
-    output = collected([request])
-    [position] = output.logprobs
-    assert (position.chosen.logprob, len(position.top), output.outputs[0].cumulative_logprob) == (-0.1, 1, -0.1)
-    first, second, third = output.prompt_logprobs
-    assert (first.chosen.token_id, first.chosen.logprob) == (3, None)
-    assert (second.chosen.token_id, second.chosen.rank, len(second.top)) == (4, 9, 2)
-    assert third.chosen.logprob == -1.0
-    # Ended before its prompt was read: there is nothing to say of it.
-    aborted = finished_request(0, [], -0.1, sampling, finish_reason=FinishReason.ABORTED)
-    assert collected([aborted]).prompt_logprobs is None
-
-
 # ---------------------------------------------------------------- chats, and prompts before there is a warm engine
 
 
@@ -325,7 +289,7 @@ def test_a_chat_goes_through_the_template(chatty):
 
 def test_tools_documents_and_variables_reach_the_template(chatty):
     template = "{{ tools | tojson }}{{ documents | tojson }}{{ mood }}"
-    chatty.tokenizer._chat_template = toy.ChatTemplate({"default": template}, {})
+    chatty.tokenizer._chat_template = ChatTemplate({"default": template}, {})
     (output,) = chatty.chat(
         USER,
         params(max_tokens=1),

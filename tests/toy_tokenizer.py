@@ -10,7 +10,8 @@ from jaxoverlap.text.tokenizer import Tokenizer
 from tests.fakes import VOCAB_SIZE
 
 EOS_ID = VOCAB_SIZE - 1
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
+_OPENING = "{% if add_generation_prompt %}assistant: {% endif %}"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + _OPENING
 
 
 def make_tokenizer() -> Tokenizer:

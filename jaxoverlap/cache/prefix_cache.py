@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -175,10 +175,14 @@ class PrefixCache:
         """In the order in which they would be evicted."""
         return iter(self._unlocked)
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError when a node, a lock or the order is wrong; visits every node."""
+    def check_integrity(self, readers: Mapping[CacheNode, int] | None = None) -> None:
+        """Raises AssertionError when a node, a lock or the order is wrong; visits every node.
+
+        Args:
+          readers: how many rows end at each node, if it is known: then there is no other lock.
+        """
         place = {node: index for index, node in enumerate(self._unlocked)}
-        locked_children: dict[CacheNode, int] = {}
+        holds, num_unlocked = dict(readers or {}), 0
         for key, node in self._nodes.items():
             parent = node.parent
             assert parent is not None and key == node.key and key[0] == parent.prefix, "a node under a wrong key"
@@ -187,10 +191,14 @@ class PrefixCache:
             if node.holds:
                 assert node not in place, "a locked node could be evicted"
                 assert parent.holds or parent.parent is None, "a locked node below an unlocked one"
-                locked_children[parent] = locked_children.get(parent, 0) + 1
+                holds[parent] = holds.get(parent, 0) + 1
             else:
                 assert node in place, "a page that can't be evicted"
-                assert parent not in place or place[node] < place[parent], "a page would go before what follows it"
-        assert len(place) == sum(not node.holds for node in self._nodes.values()), "an evicted node in the queue"
-        for parent, count in locked_children.items():
-            assert parent.holds >= count or parent.parent is None, "a child locked for nothing"
+                assert place[node] < place.get(parent, self.num_pages), "a page would go before what follows it"
+                num_unlocked += 1
+        assert len(place) == num_unlocked, "a node that is gone could be evicted"
+        for node in holds:
+            assert node.parent is None or self._nodes.get(node.key) is node, "a page is read that is not cached"
+        for node in self._nodes.values():
+            held = holds.get(node, 0)
+            assert node.holds == held or (readers is None and node.holds > held), "locks that nobody holds"

@@ -23,6 +23,8 @@ Rules:
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from jaxoverlap.cache.page_pool import PagePool
@@ -53,6 +55,11 @@ class RowMemory:
     def num_available(self) -> int:
         """Pages that are free, or cached and read by nobody."""
         return self.pool.num_free + self.cache.num_evictable
+
+    @property
+    def share_used(self) -> float:
+        """Of all pages, those that are not available."""
+        return 1 - self.num_available / self.pool.num_pages
 
     @property
     def num_unpromised(self) -> int:
@@ -190,23 +197,17 @@ class RowMemory:
         assert not (self.is_own & ~in_table).any(), "a row owns a page that it does not have"
         cached = np.fromiter((node.page for node in self.cache.nodes()), np.int32, self.cache.num_pages)
         self.pool.check_integrity(np.concatenate([self.page_table[self.is_own], cached]))
-        self.cache.check_integrity()
-        holds = dict.fromkeys(self.cache.nodes(), 0)
-        for node in self.cache.nodes():
-            if node.holds and node.parent in holds:
-                holds[node.parent] += 1
+        readers: Counter[CacheNode] = Counter()
         for row, end in enumerate(self._nodes):
             if end is None:
                 assert self.num_pages[row] == 0, "a row without memory has pages"
                 continue
-            if end in holds:
-                holds[end] += 1
+            readers[end] += 1
             if self.prefix_cache_enabled:
                 count = self.num_pages[row]
                 shared = self.page_table[row, :count][~self.is_own[row, :count]].tolist()
                 assert set(shared) <= set(self.cache.path(end).tolist()), "a row reads a page that it does not hold"
-                assert end.parent is None or end in holds, "a row holds a page that is not cached"
-        assert all(node.holds == held for node, held in holds.items()), "the locks on a page are not its readers'"
+        self.cache.check_integrity(readers)
         has_row = np.array([node is not None for node in self._nodes])
         outstanding = int(np.maximum(self.promised - self.num_pages, 0)[has_row].sum())
         assert outstanding == self._outstanding <= self.num_available, "promised pages are not there"

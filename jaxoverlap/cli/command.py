@@ -58,22 +58,35 @@ def say(text: str) -> None:
     print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
 
 
-def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool) -> LLM:
+def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool, warm_up: bool = True) -> LLM:
     """Loads the model and compiles, with the engine's log on standard error and without JAX's.
 
     Args:
       settings: arguments for `LLM`.
       progress: as for `LLM`; `quiet` turns it off, and leaves only warnings of the log.
+      warm_up: False leaves compiling to `warm_up_llm`.
 
     Raises:
       CommandError, JaxOverlapError: it can't start.
     """
     _set_up_log(quiet)
+    with _starting():
+        from jaxoverlap.llm import LLM
+
+        return LLM(progress=False if quiet else progress, warm_up=warm_up, **settings)
+
+
+def warm_up_llm(llm: LLM) -> None:
+    """Compiles; raises as `load_llm`."""
+    with _starting():
+        llm.warm_up()
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
     try:
         with _interrupt_ends_all():
-            from jaxoverlap.llm import LLM
-
-            return LLM(progress=False if quiet else progress, **settings)
+            yield
     except (OSError, RuntimeError, MemoryError) as error:  # a cache folder, a driver, the memory
         raise CommandError(f"cannot start: {type(error).__name__}: {error}") from error
 

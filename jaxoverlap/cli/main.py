@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from jaxoverlap import __version__
+from jaxoverlap.cli import client
 from jaxoverlap.cli.batch import batch
-from jaxoverlap.cli.command import as_command
+from jaxoverlap.cli.chat import chat
+from jaxoverlap.cli.command import FAILED, as_command, say
 from jaxoverlap.cli.generate import generate
 from jaxoverlap.cli.serve import serve
 
+_UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+"""What typer raises for arguments it can't understand; it has no public name there."""
+
+
+class _Commands(typer.core.TyperGroup):
+    """Says what is wrong with the arguments as everything else is said: in one line."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **settings: Any) -> Any:
+        standalone = settings.pop("standalone_mode", True)
+        try:
+            code = super().main(args, prog_name, *rest, **{**settings, "standalone_mode": False})
+        except _UsageError as error:
+            if not standalone:
+                raise
+            if type(error).__name__ != "NoArgsIsHelpError":  # the help has been shown, and says it all
+                context = getattr(error, "ctx", None)
+                message = error.format_message().rstrip(".")  # type: ignore[attr-defined]
+                say(f"error: {message}; see {context.command_path if context else 'jaxoverlap'} --help")
+            sys.exit(FAILED)
+        return sys.exit(code or 0) if standalone else code
+
+
 app = typer.Typer(
     name="jaxoverlap",
+    cls=_Commands,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -23,6 +51,8 @@ app = typer.Typer(
 app.command("serve")(as_command(serve))
 app.command("generate")(as_command(generate))
 app.command("batch")(as_command(batch))
+app.command("chat")(as_command(chat))
+app.add_typer(client.app, name="client")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,6 +1,5 @@
-"""The options that commands share: one class for the engine's, one for sampling, one for
-how a request is treated. A command takes an instance of
-each, and `expand_groups` shows typer the options inside."""
+"""Options come in groups that commands share: a class each, here the engine's and in `request_options` those of a
+request. A command takes an instance of each, and `expand_groups` shows typer the options inside."""
 
 from __future__ import annotations
 
@@ -14,12 +13,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.request import RequestOptions
-from jaxoverlap.sampling_params import SamplingParams
 
 _engine = functools.partial(typer.Option, rich_help_panel="Engine", show_default=False)
-_request = functools.partial(typer.Option, rich_help_panel="Request", show_default=False)
-_sampling = functools.partial(typer.Option, rich_help_panel="Sampling", show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,78 +137,8 @@ class EngineOptions:
         return settings
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingOptions:
-    """Fields of `SamplingParams`; None leaves one at the command's default."""
-
-    temperature: Annotated[
-        float | None,
-        _sampling(help="0 is greedy: the most probable token, always. Default: 0 for generate, 1 for batch."),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        _sampling(help="Keep the smallest set of tokens that together are this probable, in (0, 1]. Default: 1."),
-    ] = None
-    top_k: Annotated[int | None, _sampling(help="Keep the k most probable tokens; 0 keeps all. Default: 0.")] = None
-    min_p: Annotated[
-        float | None,
-        _sampling(help="Drop tokens less probable than this times the most probable one, in [0, 1]. Default: 0."),
-    ] = None
-    seed: Annotated[
-        int | None, _sampling(help="Makes sampling repeatable. Default: a new one for each prompt, shown in the JSON.")
-    ] = None
-    max_tokens: Annotated[
-        int | None,
-        _sampling(help="Tokens to generate at most. Default: 256 for generate; what fits the context for batch."),
-    ] = None
-    stop_token_ids: Annotated[
-        list[int] | None,
-        _sampling("--stop-token-id", help="A token id that ends the answer; may be given several times."),
-    ] = None
-    ignore_eos: Annotated[
-        bool | None, _sampling("--ignore-eos", help="Go on through the model's end-of-sequence tokens.")
-    ] = None
-    keep_special_tokens: Annotated[
-        bool | None, _sampling("--keep-special-tokens", help="Leave special tokens in the text.")
-    ] = None
-
-    def values(self, **defaults: Any) -> dict[str, Any]:
-        """Arguments for `SamplingParams`: what was given, else `defaults`.
-
-        Raises:
-          InvalidRequestError: a value out of range.
-        """
-        values = defaults | given(self)
-        if values.pop("keep_special_tokens", False):
-            values["skip_special_tokens"] = False
-        SamplingParams(**values)
-        return values
-
-
-@dataclass(frozen=True, kw_only=True)
-class TreatmentOptions:
-    """Fields of `RequestOptions`; None leaves one at its default."""
-
-    priority: Annotated[int | None, _request(help="The lowest value is served first. Default: 0.")] = None
-    timeout: Annotated[
-        float | None, _request(help="Seconds after which a request is ended with an error. Default: never.")
-    ] = None
-    cache_salt: Annotated[str | None, _request(help="Share cached prefixes only with requests of the same salt.")] = (
-        None
-    )
-
-    def values(self) -> dict[str, Any]:
-        """Arguments for `RequestOptions`.
-
-        Raises:
-          InvalidRequestError: a value out of range.
-        """
-        RequestOptions(**given(self))
-        return given(self)
-
-
 def given(options: Any) -> dict[str, Any]:
-    """What was given of a group of options, by name."""
+    """The options of a group that were given."""
     return {name: value for name, value in vars(options).items() if value not in (None, [])}
 
 
@@ -233,11 +158,11 @@ def expand_groups(command: Callable[..., int]) -> Callable[..., int]:
             parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
 
     @functools.wraps(command)
-    def run(**given: Any) -> int:
+    def run(**values: Any) -> int:
         for name, group in groups.items():
-            options = {field.name: given.pop(field.name) for field in dataclasses.fields(group)}
-            given[name] = group(**options)
-        return command(**given)
+            options = {field.name: values.pop(field.name) for field in dataclasses.fields(group)}
+            values[name] = group(**options)
+        return command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

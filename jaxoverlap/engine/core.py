@@ -26,6 +26,7 @@ from jaxoverlap.engine.engine import Engine
 from jaxoverlap.engine.link import Link
 from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
+from jaxoverlap.engine.metrics import EngineMetrics
 from jaxoverlap.engine.profiler import Profiler
 from jaxoverlap.errors import (
     AbortedError,
@@ -85,6 +86,7 @@ class EngineCore:
         self._by_key: dict[tuple[int, int], Owner] = {}
         """By front end and key."""
         self._load = LoadMeter()
+        self._metrics = EngineMetrics(engine.loop)
         self._num_preemptions = 0
         self._next_status = 0.0
         self._had_work = False
@@ -148,6 +150,7 @@ class EngineCore:
     def _step(self) -> None:
         output = self.engine.step()
         self._load.add(len(output.token_ids))
+        self._metrics.count(output)
         self._profiler.count_step()
         self._tell(output)
 
@@ -226,7 +229,7 @@ class EngineCore:
         return EngineStatus(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + len(self._door.waiting),
-            kv_used=1 - memory.num_available / memory.pool.num_pages,
+            kv_used=memory.share_used,
             tokens_per_second=self._load.tokens_per_second(),
             num_steps=self._load.num_steps,
             has_work=self.has_work,
@@ -239,8 +242,8 @@ class EngineCore:
         if not link.is_open:
             return
         match message:
-            case ["add", key, prompt, sampling, options]:
-                self._add(link, key, prompt, sampling, options)
+            case ["add", key, prompt, sampling, options, called]:
+                self._add(link, key, prompt, sampling, options, called)
             case ["abort", keys]:
                 for key in keys:
                     self._end(link, key, self.engine.abort)
@@ -251,7 +254,9 @@ class EngineCore:
             case _:
                 raise EngineError(f"front end {link.index} sent {message[:1]}, which is no message of this build")
 
-    def _add(self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any]) -> None:
+    def _add(
+        self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any], called: float
+    ) -> None:
         try:
             if self.draining:
                 raise ServerUnavailableError("the server is about to stop and takes no more requests")
@@ -261,6 +266,7 @@ class EngineCore:
                 np.frombuffer(prompt, dtype=np.int32),
                 SamplingParams.from_dict(sampling),
                 RequestOptions(**options),
+                called,
                 time.monotonic(),
             )
         except JaxOverlapError as error:
@@ -280,6 +286,7 @@ class EngineCore:
         for index, request in enumerate(samples):
             owner = Owner(link, key + index, request)
             self._owners[request.request_id] = self._by_key[link.index, owner.key] = owner
+            self._metrics.start(request, entry.called)
 
     def _end(self, link: Link, key: int, end: Callable[[Request], bool]) -> None:
         """Ends a request of which its front end wants nothing more."""
@@ -308,6 +315,9 @@ class EngineCore:
 
     def _get_status(self) -> dict[str, Any]:
         return vars(self.status())
+
+    def _get_metrics(self) -> dict[str, Any]:
+        return self._metrics.read(num_at_door=len(self._door.waiting))
 
     def _drain(self) -> None:
         self.draining = True
@@ -349,6 +359,7 @@ class EngineCore:
 
     _QUESTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
         "status": _get_status,
+        "metrics": _get_metrics,
         "drain": _drain,
         "abort_requests": _abort_requests,
         "flush_cache": _flush_cache,

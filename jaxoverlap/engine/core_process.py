@@ -40,7 +40,7 @@ class EngineSpec:
       config: fields of `EngineConfig`.
       profile_dir: where traces go; None allows none.
       progress: "module:function" of what shows the warm-up; None shows nothing.
-      log_level: of this package's log.
+      log_level: of this package's log; log_format: "text" or "json".
     """
 
     builder: str = STANDARD_BUILDER
@@ -48,6 +48,7 @@ class EngineSpec:
     profile_dir: str | None = None
     progress: str | None = None
     log_level: str = "info"
+    log_format: str = "text"
 
 
 def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[socket.socket]) -> None:
@@ -107,7 +108,7 @@ def main() -> NoReturn:
     spec, supervisor, *frontends = json.loads(sys.argv[1])
     os.dup2(2, 1)  # standard output is the supervisor's alone
     engine_spec = EngineSpec(**spec)
-    log_to_stderr("engine", engine_spec.log_level)
+    log_to_stderr("engine", engine_spec.log_level, engine_spec.log_format)
     code = 1
     try:
         run_engine(

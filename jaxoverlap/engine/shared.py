@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.engine.interrupt import interrupt_deferred
@@ -60,18 +61,23 @@ class SharedEngine:
         options: RequestOptions,
         finished: deque[PromptCollector],
         *,
+        compiled: CompiledConstraint | None = None,
         streams: bool = False,
     ) -> PromptCollector:
         """Queues a prompt's samples; when the last of them is finished, their collector goes to `finished`.
+
+        Without `compiled` it waits for `Engine.compile_constraint`, and holds up nobody else meanwhile.
 
         Raises:
           InvalidRequestError, QueueFullError: as `Engine.add_samples`.
           EngineError: it is closed, or the engine has failed.
         """
+        hidden_stops(self._tokenizer, sampling)
+        if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
+            compiled = compiling.result()
         with self.lock:
             self.check_open()
-            hidden_stops(self._tokenizer, sampling)
-            requests = self.engine.add_samples(prompt_ids, sampling, options)
+            requests = self.engine.add_samples(prompt_ids, sampling, options, compiled)
             collector = PromptCollector(prompt, requests, self._tokenizer, streams=streams)
             for request in requests:
                 self._callers[request.request_id] = (collector, finished)

@@ -59,7 +59,7 @@ class HfCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer_source: TokenizerSource = folder
-        self._file_of = self._open_files(folder)
+        # What the model is comes first: a folder that says nothing sensible of it is not looked at for weights.
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         self.config = config_from_hf(
@@ -67,6 +67,7 @@ class HfCheckpoint:
             read_json(generation_path) if generation_path.is_file() else None,
             tokenizer_eos_ids=_tokenizer_eos_ids(folder),
         )
+        self._file_of = self._open_files(folder)
         headers = [file.header for _, file in sorted({f.path: f for f in self._file_of.values()}.items())]
         self.fingerprint = _digest(json.dumps(config, sort_keys=True).encode(), *headers)
 

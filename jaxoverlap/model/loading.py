@@ -126,9 +126,10 @@ def open_model(source: str | PathLike[str] | None = None) -> ModelFiles:
         if path.suffix != ".gguf":
             raise ModelError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.stem, GgufCheckpoint(path))
-    if (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file():
-        return ModelFiles(name, HfCheckpoint(path))
     gguf_files = sorted(path.glob("*.gguf"))
+    has_safetensors = (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file()
+    if has_safetensors or ((path / "config.json").is_file() and not gguf_files):
+        return ModelFiles(name, HfCheckpoint(path))
     if len(gguf_files) > 1:
         names = ", ".join(file.name for file in gguf_files)
         raise ModelError(f"{path} holds {len(gguf_files)} GGUF files; name one: {names}")

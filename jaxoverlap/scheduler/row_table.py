@@ -92,7 +92,8 @@ class RowTable:
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the columns contradict each other."""
-        taken = np.array([request is not None for request in self.requests])
+        taken = self.request_ids >= 0
+        assert taken.tolist() == [request is not None for request in self.requests.tolist()], "a row of nobody"
         assert sorted(self.free_rows) == np.flatnonzero(~taken).tolist(), "row pool and rows disagree"
         assert not (self.decoding & (self.leaving | ~taken)).any(), "a leaving or free row would decode"
         assert not (self.finished & ~self.leaving).any(), "a finished row that is not leaving"

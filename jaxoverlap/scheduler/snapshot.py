@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,11 @@ class MemorySnapshot:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MemorySnapshot:
+        """From what `to_dict` returned."""
+        return cls(**{**values, "pages": tuple(PageOwner(**page) for page in values["pages"])})
 
     def to_svg(self) -> str:
         """A map with one cell to a page, in the order of ids; hovering names the owner. Requests differ by hue."""

@@ -4,8 +4,8 @@
                                                     engine has drained, what it has said ends them
     front end → supervisor   ready                  it listens, and the engine is ready
                              failed  text           why it is about to exit
-    supervisor → engine      ask  … "drain"         see `engine.messages`
-    engine → supervisor      ready, status, failed
+    supervisor → engine      ask  … "drain", "metrics"    see `engine.messages`
+    engine → supervisor      ready, status, answer, failed
 
 The end of the socket is a message too: to a child, that its supervisor is gone.
 """

@@ -14,6 +14,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -36,6 +37,9 @@ from jaxoverlap.server.tls import server_credentials
 from jaxoverlap.server.tokens import Gatekeeper, TokenFile
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import admin_service_pb2_grpc, generate_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from jaxoverlap.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,11 @@ class FrontEnd:
         )
         self._credentials = server_credentials(config)
         self._servers: list[grpc.aio.Server] = []
+        self._tracing: Tracing | None = None
+        if config.otlp_traces_endpoint is not None:
+            from jaxoverlap.server.tracing import Tracing  # an extra
+
+            self._tracing = Tracing(config.otlp_traces_endpoint)
         self._announced = False
         self._stop_seconds: float | None = None
         self._is_drained = False
@@ -86,6 +95,7 @@ class FrontEnd:
             ),
             self._threads,
             self._instance.request_prefix(self._index),
+            self._tracing,
         )
         tasks: list[asyncio.Task[None]] = []
         try:
@@ -116,6 +126,8 @@ class FrontEnd:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._threads.shutdown(wait=False, cancel_futures=True)
+            if self._tracing is not None:
+                await self._tracing.close()
             writer.close()
             self._supervisor.close()
 

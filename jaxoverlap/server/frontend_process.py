@@ -50,7 +50,7 @@ def main() -> NoReturn:
     described, engine, supervisor = json.loads(sys.argv[1])
     os.dup2(2, 1)
     spec = FrontEndSpec(**described)
-    log_to_stderr(f"front end {spec.index}", spec.config["log_level"])
+    log_to_stderr(f"front end {spec.index}", spec.config["log_level"], spec.config["log_format"])
     code = 1
     try:
         code = asyncio.run(run_frontend(spec, socket.socket(fileno=engine), socket.socket(fileno=supervisor)))

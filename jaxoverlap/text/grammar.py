@@ -15,7 +15,9 @@ Where no text can follow, the sequence ends: complete if the grammar accepts, el
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -99,7 +101,7 @@ def _checked(name: str, text: str) -> str:
 
 def _regex_of(text: str) -> str:
     _checked("choices", text)
-    return "".join(char if char.isascii() and char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
+    return re.sub("[^0-9A-Za-z]", lambda char: f"\\x{{{ord(char[0]):x}}}", text)
 
 
 class GrammarConstraint:
@@ -126,6 +128,15 @@ class GrammarConstraint:
         self._pointer = self._words.ctypes.data
         self._mask = np.zeros(vocabulary.num_words, dtype=np.int32)
         self._update(vocabulary.beginnings)
+
+    def copy(self) -> GrammarConstraint:
+        """Another sequence's, at the same place; may be called from several threads while nothing else is."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._mask = self._mask.copy()
+        other._words = self._words.copy()
+        other._pointer = other._words.ctypes.data
+        return other
 
     def fill_mask(self, out: np.ndarray) -> None:
         out[:] = self._mask

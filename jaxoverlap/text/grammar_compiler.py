@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import LifoQueue
 
 import llguidance
 
@@ -33,14 +33,12 @@ CACHED_GRAMMARS = 128
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A `CompiledConstraint`; safe to share between threads. The matcher stays at its beginning."""
+    """A `CompiledConstraint`; safe to share between threads. `first` stays at the beginning of its text."""
 
-    matcher: llguidance.LLMatcher
-    vocabulary: GrammarVocabulary
-    sampling: SamplingParams
+    first: GrammarConstraint
 
     def start(self) -> GrammarConstraint:
-        return GrammarConstraint(self.matcher.deep_copy(), self.vocabulary, self.sampling)
+        return self.first.copy()
 
 
 class GrammarCompiler:
@@ -67,7 +65,7 @@ class GrammarCompiler:
         self._vocabulary_lock = threading.Lock()
         self._executor = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._trials = [GrammarTrial(self._table) for _ in range(workers)]
-        self._idle: SimpleQueue[GrammarTrial] = SimpleQueue()
+        self._idle: LifoQueue[GrammarTrial] = LifoQueue()  # so that a second process starts only if two are busy
         for trial in self._trials:
             self._idle.put(trial)
         self._cached = cached
@@ -141,15 +139,14 @@ class GrammarCompiler:
     ) -> CompiledGrammar:
         """Tries whether there is a first token, with all that the parameters say."""
         try:
-            grammar = CompiledGrammar(compiled.result(), self.vocabulary, sampling)
+            first = GrammarConstraint(compiled.result().deep_copy(), self.vocabulary, sampling)
         except TrialError as error:
             refused = str(error)
         except CancelledError as error:
             raise EngineError("the engine is shutting down") from error
         else:
-            first = grammar.start()
             if not first.is_complete and first.error is None:
-                return grammar
+                return CompiledGrammar(first)
             refused = "nothing but the empty text satisfies it" if first.is_complete else str(first.error)
         raise InvalidRequestError(f"structured_output.{field}", getattr(structure, field), refused)
 

@@ -5,14 +5,17 @@ or overflow the stack, which would end the server. So each grammar is tried here
 in the engine's process, because a compiled grammar can't be sent; that takes as long as the trial did.
 
 This module is both sides: `GrammarTrial` is what the engine's process holds, and run as a program it is the other
-end. The parent sends the token table once and then grammars; each answer is the library's error, or "".
+end. The parent sends the token table once and then grammars, each with its seconds; each answer is the
+library's error, or "".
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +25,8 @@ from multiprocessing.connection import Connection
 
 import llguidance
 
+from jaxoverlap.errors import EngineError
+
 START_SECONDS = 60.0
 """For the process to come up: imports, and the index over the token table."""
 
@@ -29,6 +34,7 @@ _STACK_BYTES = 256 << 20
 """The library recurses along chains of rules; a thread's usual 8 MiB end after 3,000 of them (48 KB of Lark)."""
 
 _MEMORY_BYTES = 4 << 30
+_NOT_STARTED = "the process that compiles grammars did not start"
 
 LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
 """The library's own limits but one: a state takes 1 to 2 KB in each request, and its limit is 250,000."""
@@ -128,16 +134,23 @@ class GrammarTrial:
         self._closed = False
 
     def check(self, grammar: str, seconds: float) -> None:
-        """Raises `TrialError` if the grammar can't be compiled, or not in time."""
+        """Tries a grammar.
+
+        Raises:
+          TrialError: it can't be compiled, or not in time.
+          EngineError: there is no process to try it in.
+        """
         connection = self._start()
         try:
-            connection.send(grammar)
+            connection.send((grammar, seconds))
             if not connection.poll(seconds):
                 self._stop()
                 raise TrialError(f"it is too complex: it could not be compiled in {seconds:g} seconds")
             error = connection.recv()
         except (EOFError, OSError) as broken:
             self._stop()
+            if self._closed:
+                raise EngineError("the engine is shutting down") from broken
             raise TrialError("it is too complex: compiling it took too much memory") from broken
         if error:
             raise TrialError(error)
@@ -154,12 +167,12 @@ class GrammarTrial:
     def _start(self) -> Connection:
         with self._lock:
             if self._closed:
-                raise TrialError("the engine is shutting down")
+                raise EngineError("the engine is shutting down")
             if self._connection is not None:
                 return self._connection
             ours, theirs = socket.socketpair()
             path = os.pathsep.join(entry or os.curdir for entry in sys.path)
-            with theirs:
+            try:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", __name__, str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
@@ -168,6 +181,11 @@ class GrammarTrial:
                     env=os.environ | {"PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
                     start_new_session=True,  # a terminal's Ctrl-C is for the engine to handle
                 )
+            except OSError as error:
+                ours.close()
+                raise EngineError(f"{_NOT_STARTED}: {error}") from error
+            finally:
+                theirs.close()
             self._connection = connection = Connection(ours.detach())
         try:
             connection.send(self._vocabulary())
@@ -176,7 +194,7 @@ class GrammarTrial:
             ready = False
         if not ready:
             self._stop()
-            raise RuntimeError("the process that compiles grammars did not start")
+            raise EngineError(_NOT_STARTED)
         return connection
 
     def _stop(self) -> None:
@@ -200,14 +218,16 @@ def _serve(connection: Connection) -> None:
     connection.send("")
     while True:
         try:
-            grammar = connection.recv()
+            grammar, seconds = connection.recv()
         except EOFError:
             return
+        signal.alarm(math.ceil(seconds) + 1)  # ends this process if the parent, which should, is not there any more
         try:
             compile_grammar(index, grammar)
             connection.send("")
         except TrialError as error:
             connection.send(str(error))
+        signal.alarm(0)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def _token_message(token: TokenLogprob) -> common_pb2.TokenLogprob:
 
 
 def request_output(
-    message: generate_service_pb2.GenerateResponse, prompt: Prompt | ChatPrompt, params: SamplingParams
+    message: generate_service_pb2.GenerateResponse, prompt: Prompt, params: SamplingParams
 ) -> RequestOutput:
     """The answer to a unary call for `prompt` and `params`.
 
@@ -183,7 +183,7 @@ class StreamReader:
       prompt, params: what was asked.
     """
 
-    def __init__(self, prompt: Prompt | ChatPrompt, params: SamplingParams) -> None:
+    def __init__(self, prompt: Prompt, params: SamplingParams) -> None:
         self._prompt, self._params = prompt, params
         self._started: generate_service_pb2.Started | None = None
         self._samples = [_Sample() for _ in range(params.n)]
@@ -269,7 +269,7 @@ def _completion(
 
 
 def _output(
-    prompt: Prompt | ChatPrompt,
+    prompt: Prompt,
     samples: list[CompletionOutput],
     *,
     request_id: str,

@@ -31,7 +31,7 @@ TokenizeRequest = generate_service_pb2.TokenizeRequest
 
 
 def generation(
-    prompt: Prompt | ChatPrompt,
+    prompt: Prompt,
     params: SamplingParams,
     options: RequestOptions,
     *,
@@ -74,7 +74,7 @@ def generation(
     return message
 
 
-def set_prompt(message: Generation | TokenizeRequest, prompt: Prompt | ChatPrompt) -> None:
+def set_prompt(message: Generation | TokenizeRequest, prompt: Prompt) -> None:
     """Writes a prompt into a message that takes one.
 
     Raises:
@@ -89,11 +89,30 @@ def set_prompt(message: Generation | TokenizeRequest, prompt: Prompt | ChatPromp
     elif (
         isinstance(message, Generation) and isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes)
     ):
-        message.token_ids.ids.extend(_prompt_ids(prompt))
+        message.token_ids.ids.extend(check_token_ids("prompt", prompt))
         message.token_ids.SetInParent()  # an empty list is still a prompt of this kind
     else:
         kinds = "text, token ids or messages" if isinstance(message, Generation) else "text or messages"
         raise InvalidRequestError("prompt", prompt, f"use {kinds}")
+
+
+def check_token_ids(field: str, ids: Any) -> list[int]:
+    """Ids that a message can hold; the vocabulary's end is the service's to check.
+
+    Raises:
+      InvalidRequestError: they are none.
+    """
+    try:
+        array = np.asarray(ids)
+    except (ValueError, OverflowError):
+        array = np.asarray(None)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise InvalidRequestError(field, ids, "token ids are integers in a flat list")
+    wrong = (array < 0) | (array >= 2**32)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        raise InvalidRequestError(f"{field}[{index}]", int(array[index]), "token ids go from 0 to 2**32 - 1")
+    return array.tolist()
 
 
 def _sampling(params: SamplingParams) -> common_pb2.SamplingOptions:
@@ -132,6 +151,12 @@ def _chat(prompt: ChatPrompt) -> common_pb2.Chat:
         add_generation_prompt=prompt.add_generation_prompt,
         continue_final_message=prompt.continue_final_message,
         tools_json="" if prompt.tools is None else _json("tools", list(prompt.tools)),
+        documents_json="" if prompt.documents is None else _json("documents", list(prompt.documents)),
+        template_variables_json=(
+            ""
+            if prompt.chat_template_kwargs is None
+            else _json("chat_template_kwargs", dict(prompt.chat_template_kwargs))
+        ),
     )
     for index, given in enumerate(prompt.messages):
         field = f"messages[{index}]"
@@ -142,20 +167,6 @@ def _chat(prompt: ChatPrompt) -> common_pb2.Chat:
             extra_json=_json(field, extra) if extra else "",
         )
     return message
-
-
-def _prompt_ids(ids: Any) -> list[int]:
-    try:
-        array = np.asarray(ids)
-    except (ValueError, OverflowError):
-        array = np.asarray(None)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise InvalidRequestError("prompt", ids, "token ids are integers in a flat list")
-    wrong = (array < 0) | (array >= 2**32)
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        raise InvalidRequestError(f"prompt[{index}]", int(array[index]), "token ids go from 0 to 2**32 - 1")
-    return array.tolist()
 
 
 def _text(field: str, text: Any) -> str:
@@ -197,7 +208,9 @@ def prompt_of(message: Generation | TokenizeRequest) -> str | list[int] | ChatPr
     chat = message.chat
     return ChatPrompt(
         messages=[_message_of(given, f"messages[{index}]") for index, given in enumerate(chat.messages)],
-        tools=_decoded("tools", chat.tools_json, list, "a JSON list") if chat.tools_json else None,
+        tools=_decoded("tools", chat.tools_json, list),
+        documents=_decoded("documents", chat.documents_json, list),
+        chat_template_kwargs=_decoded("chat_template_kwargs", chat.template_variables_json, dict),
         add_generation_prompt=chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None,
         continue_final_message=chat.continue_final_message,
     )
@@ -261,7 +274,7 @@ def _structure_of(message: common_pb2.OutputConstraint) -> StructuredOutput:
 
 
 def _message_of(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
-    extra = _decoded(field, message.extra_json, dict, "a JSON object in extra_json") if message.extra_json else {}
+    extra = _decoded(f"{field}.extra_json", message.extra_json, dict) or {}
     taken = {"role", "content"} & set(extra)
     if taken:
         raise InvalidRequestError(f"{field}.extra_json", sorted(taken), "role and content have fields of their own")
@@ -269,13 +282,16 @@ def _message_of(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
     return {"role": message.role, "content": content, **extra}
 
 
-def _decoded(field: str, text: str, kind: type, allowed: str) -> Any:
+def _decoded(field: str, text: str, kind: type[list[Any]] | type[dict[str, Any]]) -> Any:
+    """A JSON list or object; None for no text."""
+    if not text:
+        return None
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
-        raise InvalidRequestError(field, text, f"use {allowed}")
+        raise InvalidRequestError(field, text, f"use a JSON {'list' if kind is list else 'object'}")
     return value
 
 

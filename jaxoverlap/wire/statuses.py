@@ -55,6 +55,8 @@ _PATH_OF = {
     "prompt": "generation.prompt",
     "messages": "generation.chat.messages",
     "tools": "generation.chat.tools_json",
+    "documents": "generation.chat.documents_json",
+    "chat_template_kwargs": "generation.chat.template_variables_json",
     "add_generation_prompt": "generation.chat.add_generation_prompt",
     "continue_final_message": "generation.chat.continue_final_message",
     **{

@@ -14,9 +14,13 @@ from dataclasses import fields
 import pytest
 
 from jaxoverlap import __version__
-from jaxoverlap.cli.options import EngineOptions, SamplingOptions
+from jaxoverlap.cli.options import EngineOptions
+from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.errors import InvalidRequestError
+from jaxoverlap.prompts import ChatPrompt
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from tests.cli.conftest import ROOT, read_answers, write_lines
 from tests.cli.test_batch import item, without_ids
 
@@ -25,16 +29,51 @@ def slow(step_seconds: float) -> dict[str, str]:
     return {"TOY_STEP_SECONDS": str(step_seconds)}
 
 
-def test_options_are_those_of_the_engine_and_of_sampling():
-    assert [f.name for f in fields(EngineOptions)] == [f.name for f in fields(EngineConfig)]
-    names = {f.name for f in fields(SamplingOptions)} - {"keep_special_tokens"} | {"skip_special_tokens"}
-    assert names == {f.name for f in fields(SamplingParams)}
+def names_of(kind) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def test_options_are_those_of_the_engine_and_of_requests():
+    assert names_of(EngineOptions) == names_of(EngineConfig)
+    names = set(names_of(SamplingOptions)) - {"keep_special_tokens"} | {"skip_special_tokens", "structured_output"}
+    assert names == set(names_of(SamplingParams))
+    assert names_of(StructureOptions) == names_of(StructuredOutput)
+    assert names_of(TreatmentOptions) == names_of(RequestOptions)
+    own = {"chat", "system", "answer_start", "no_generation_prompt"}
+    told = set(names_of(ChatPrompt)) - {"messages", "add_generation_prompt", "continue_final_message"}
+    assert set(names_of(ChatOptions)) == own | told
 
 
 def test_options_that_are_zero_or_false_are_given():
     assert EngineOptions(lookahead=0).settings(lookahead=1) == {"lookahead": 0}
     values = SamplingOptions(temperature=0.0, seed=0, keep_special_tokens=True, stop_token_ids=[]).values(seed=5)
     assert values == {"temperature": 0.0, "seed": 0, "skip_special_tokens": False}
+
+
+def test_structure_is_read_from_texts_and_files(tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "g.lark"
+    schema.write_text('{"type": "object"}'), grammar.write_text('start: "a"')
+    assert StructureOptions().values() == {}
+    for options, expected in (
+        ({"json_schema": str(schema)}, {"json_schema": {"type": "object"}}),
+        ({"json_schema": ' {"type": "array"}'}, {"json_schema": {"type": "array"}}),
+        ({"any_json": True}, {"any_json": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"grammar": str(grammar)}, {"grammar": 'start: "a"'}),
+        ({"grammar": 'start: "b"'}, {"grammar": 'start: "b"'}),
+        ({"choices": ["a", "b"]}, {"choices": ["a", "b"]}),
+    ):
+        assert StructureOptions(**options).values() == {"structured_output": StructuredOutput(**expected)}
+    for options, said in (
+        (
+            {"json_schema": "none.json"},
+            "json_schema: 'none.json' is not allowed; use a file or the text itself",
+        ),
+        ({"json_schema": "{"}, "json_schema: '{' is not allowed; it is not JSON"),
+        ({"regex": "a", "any_json": True}, "use exactly one of"),
+    ):
+        with pytest.raises(InvalidRequestError, match=said):
+            StructureOptions(**options).values()
 
 
 def test_version(cli):
@@ -47,26 +86,59 @@ def test_help_names_every_option(cli, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = cli(command, "--help")
     assert result.exit_code == 0
-    for field in (*fields(EngineOptions), *fields(SamplingOptions)):
-        option = "--" + field.name.replace("_", "-").replace("token-ids", "token-id")
+    groups = [EngineOptions, SamplingOptions, StructureOptions, TreatmentOptions]
+    groups += [ChatOptions] if command == "generate" else []
+    renamed = {"choices": "choice", "include_stop_str_in_output": "include_stop"}
+    for name in (name for group in groups for name in names_of(group)):
+        option = "--" + renamed.get(name, name).replace("_", "-").replace("token-ids", "token-id")
         [line] = [line for line in result.stdout.splitlines() if line.startswith(f"│ {option} ")]
         assert len(line.split()) > 6, "no help"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["batch", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["batch", "--help"],
+        ["chat", "--help"],
+        ["client", "batch", "--help"],
+        ["--version"],
+    ],
+)
 def test_help_loads_nothing_heavy(args):
     code = (
         "import sys, atexit; from jaxoverlap.cli.main import main; "
-        "atexit.register(lambda: print([m for m in ('jax', 'flax', 'transformers', 'torch') if m in sys.modules])); "
+        "heavy = 'jax', 'flax', 'transformers', 'torch', 'grpc'; "
+        "atexit.register(lambda: print([m for m in heavy if m in sys.modules])); "
         f"sys.argv[1:] = {args}; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.parametrize("args", [["--nope"], ["generate", "--nope"], ["batch"], ["batch", "-i", "x"], ["nope"]])
-def test_usage_errors(cli, args):
-    assert cli(*args).exit_code == 2
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--nope"], "No such option: --nope"),
+        (["generate", "--nope"], "No such option: --nope"),
+        (["batch"], "--input"),
+        (["batch", "-i", "x"], "--output"),
+        (["nope"], "No such command 'nope'"),
+        (["generate", "x", "--temperature", "abc"], "'--temperature'"),
+        (["generate", "x", "--stop"], "--stop"),
+    ],
+)
+def test_usage_errors_are_one_line(cli, args, said):
+    result = cli(*args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ") and said in result.stderr and result.stderr.count("\n") == 1
+    assert result.stderr.endswith(" --help\n")
+
+
+def test_no_arguments_show_the_help(cli):
+    result = cli()
+    assert result.exit_code == 2 and "generate" in result.output and "error" not in result.output
 
 
 def test_no_prompt_on_a_terminal_is_a_usage_error(start):

@@ -9,13 +9,14 @@ import pytest
 from jaxoverlap.cli.generate import _fitting, in_order
 from jaxoverlap.sampling_params import SamplingParams
 from tests.cli import toy
-from tests.fakes import oracle
+from tests.fakes import oracle, salt_of
 
 
-def answer_to(prompt: str, max_tokens: int = 256) -> str:
+def answer_to(prompt: str, max_tokens: int = 256, sample_index: int = 0) -> str:
     tokenizer = toy.make_tokenizer()
     ids = tokenizer.encode(prompt)
-    outputs, _ = oracle(ids, min(max_tokens, toy.CONTEXT - len(ids)), [toy.EOS_ID], salt=7)
+    salt = salt_of(7, sample_index)
+    outputs, _ = oracle(ids, min(max_tokens, toy.CONTEXT - len(ids)), [toy.EOS_ID], salt=salt)
     return tokenizer.decode(outputs)
 
 
@@ -34,6 +35,54 @@ def test_chat_and_system(cli):
     assert told.stderr == ""
     untold = cli("generate", "--chat", "Hi", "--seed", 7, "-q")
     assert untold.stdout == answer_to("user: Hi\nassistant: ").removesuffix("\n") + "\n"
+
+
+def test_a_chat_goes_on_with_an_answer_and_shows_tools(cli, monkeypatch):
+    begun = cli("generate", "--chat", "Hi", "--answer-start", "Well, ", "--seed", 7, "-q")
+    assert begun.stdout == answer_to("user: Hi\nassistant: Well, ").removesuffix("\n") + "\n"
+    bare = cli("generate", "--chat", "Hi", "--no-generation-prompt", "--seed", 7, "-q")
+    assert bare.stdout == answer_to("user: Hi\n").removesuffix("\n") + "\n"
+    monkeypatch.setattr("tests.toy_tokenizer.TEMPLATE", "{{ tools | tojson }}{{ documents | tojson }}{{ mood }}")
+    told = ["--tools", '[{"name": "f"}]', "--documents", '[{"text": "d"}]', "--chat-template-kwargs", '{"mood": "x"}']
+    result = cli("generate", "--chat", "Hi", *told, "--seed", 7, "-q")
+    assert result.stdout == answer_to('[{"name": "f"}][{"text": "d"}]x').removesuffix("\n") + "\n"
+
+
+def test_samples_follow_under_headers(cli):
+    result = cli("generate", "ab", "cd", "--n", 3, "--seed", 7, "--max-tokens", 9, "-q")
+    blocks = [
+        f"==> {index + 1}/2, sample {place + 1}/3: {text} <==\n{answer_to(text, 9, place).removesuffix(chr(10))}\n"
+        for index, text in enumerate(["ab", "cd"])
+        for place in range(3)
+    ]
+    assert result.stdout == "\n".join(blocks)
+    lines = cli("generate", "ab", "--n", 2, "--seed", 7, "--max-tokens", 9, "-q", "--json").stdout.splitlines()
+    first, second = map(json.loads, lines)
+    assert [(one["index"], one["sample"], one["prompt"]) for one in (first, second)] == [(0, 0, "ab"), (0, 1, "ab")]
+    assert second["text"] == answer_to("ab", 9, 1) and second["usage"]["completion_tokens"] == 9
+
+
+def test_stop_strings(cli):
+    text = answer_to("abc", 20)
+    stop = text[6:8]
+    for include, shown in (([], text[: text.index(stop)]), (["--include-stop"], text[: text.index(stop) + 2])):
+        args = ["--seed", 7, "--max-tokens", 20, "--stop", "§", "--stop", stop, "-q", *include]
+        assert cli("generate", "abc", *args).stdout == shown + "\n"
+        line = json.loads(cli("generate", "abc", *args, "--json").stdout)
+        assert (line["text"], line["finish_reason"], line["stop_reason"]) == (shown, "stop_string", stop)
+
+
+def test_json_is_utf8(start):
+    process = start("generate", "aé", "--json", "--max-tokens", "1", "-q", env={"PYTHONIOENCODING": "ascii"})
+    stdout, stderr = process.communicate(timeout=60)
+    assert stderr == b"" and '"prompt": "aé"'.encode() in stdout
+
+
+def test_a_bad_prompt_is_refused_before_the_warm_up(cli, monkeypatch):
+    warmed = []
+    monkeypatch.setattr(toy.Device, "warm_up", lambda self, progress=None: warmed.append(True))
+    assert cli("generate", "ok", "x" * 256, "-q").exit_code == 2 and warmed == []
+    assert cli("generate", "ok", "-q").exit_code == 0 and warmed == [True]
 
 
 @pytest.mark.parametrize("args", [[], ["-"]])
@@ -81,7 +130,18 @@ def test_stop_ids(cli):
         (["x" * 256], "error: prompt: '256 tokens' is not allowed"),
         (["a", "--max-tokens", "0"], "error: max_tokens: 0 is not allowed"),
         (["a", "--temperature", "-1"], "error: temperature: -1.0 is not allowed"),
-        (["a", "--system", "x"], "error: --system needs --chat"),
+        (["a", "--system", "x"], "error: system: 'x' is not allowed; it needs --chat"),
+        (["a", "--tools", "[]"], "error: tools: '[]' is not allowed; it needs --chat"),
+        (["a", "--chat", "--tools", "{}"], "error: tools: {} is not allowed; use a list of objects"),
+        (["a", "--chat", "--tools", "[}"], "error: tools: '[}' is not allowed; it is not JSON"),
+        (
+            ["a", "--chat", "--answer-start", "x", "--chat-template-kwargs", "none"],
+            "error: chat_template_kwargs: 'none'",
+        ),
+        (["a", "--logit-bias", "5"], "error: logit_bias: '5' is not allowed; use ID=NUMBER"),
+        (["a", "--logit-bias", "x=1"], "error: logit_bias['x']: 'x' is not allowed"),
+        (["a", "--stop", "x</s>"], "error: stop[0]: 'x</s>' is not allowed; skip_special_tokens hides '</s>'"),
+        (["a", "--n", "0"], "error: n: 0 is not allowed"),
         (["-", "-"], "error: '-' (standard input) can be one prompt"),
         (["a", "--model", "missing"], "error: missing: no such file or folder"),
         (["a", "--dtype", "int3"], "error: dtype: 'int3' is not allowed; use one of auto, float32, bfloat16"),

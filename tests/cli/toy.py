@@ -15,12 +15,12 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import BuiltEngine
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import ModelError
+from jaxoverlap.text.grammar_compiler import GrammarCompiler
 from tests.fakes import VOCAB_SIZE, ToyRunner
 from tests.toy_tokenizer import EOS_ID, make_tokenizer
 
 NAME, CONTEXT = "toy", 256
 BROKEN = "the model breaks the device"
-_OPENING = "{% if add_generation_prompt %}assistant: {% endif %}"
 
 
 def swallow_interrupts() -> None:
@@ -57,8 +57,15 @@ def build_engine(config: EngineConfig, *, warm_up: bool) -> BuiltEngine:
     scheduler = resolved.scheduler
     step_seconds = float(os.environ.get("TOY_STEP_SECONDS", "0"))
     runner = Device(scheduler.limits, scheduler.max_running, step_seconds=step_seconds, salted=True)
-    engine = Engine(scheduler, runner, lookahead=resolved.lookahead, eos_token_ids=(EOS_ID,))
-    return BuiltEngine(NAME, engine, runner, make_tokenizer(), None, resolved)  # type: ignore[arg-type]
+    tokenizer = make_tokenizer()
+    engine = Engine(
+        scheduler,
+        runner,
+        lookahead=resolved.lookahead,
+        eos_token_ids=(EOS_ID,),
+        constraints=GrammarCompiler(tokenizer, VOCAB_SIZE, (EOS_ID,)),
+    )
+    return BuiltEngine(NAME, engine, runner, tokenizer, None, resolved)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

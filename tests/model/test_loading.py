@@ -339,9 +339,18 @@ def test_what_is_no_model_is_refused(tmp_path):
         load_model(tmp_path / "notes.txt")
 
 
-def test_an_unreadable_config_is_named(folder):
+def test_an_unreadable_config_is_named_whether_there_are_weights_or_not(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json: can't be read"):
+        load_model(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"config\.json: can't be read"):
+        load_model(folder)
+
+
+def test_a_config_without_weights_says_that_they_are_missing(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"has neither model\.safetensors nor"):
         load_model(folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -218,7 +219,7 @@ def test_a_compiling_process_that_was_killed_is_started_again():
     compiler = make_compiler(workers=1)
     try:
         constraint(compiler, regex="a")
-        os.kill(compiler._trials[0]._process.pid, signal.SIGKILL)
+        os.kill(compiler._trials[-1]._process.pid, signal.SIGKILL)
         with pytest.raises(InvalidRequestError, match="too complex"):
             constraint(compiler, regex="b")
         constraint(compiler, regex="c")
@@ -229,7 +230,7 @@ def test_a_compiling_process_that_was_killed_is_started_again():
 def test_close_ends_the_processes_and_what_waits_for_them():
     compiler = make_compiler(workers=1)
     constraint(compiler, regex="a")
-    process = compiler._trials[0]._process
+    process = compiler._trials[-1]._process
     pending = [
         compiler.submit(SamplingParams(structured_output=StructuredOutput(grammar=grammar)))
         for grammar in (ENDLESS, 'start: "a"')
@@ -237,7 +238,7 @@ def test_close_ends_the_processes_and_what_waits_for_them():
     time.sleep(0.1)
     compiler.close()
     for future in pending:
-        with pytest.raises((InvalidRequestError, EngineError)):
+        with pytest.raises(EngineError, match="shutting down"):
             future.result(timeout=10)
     assert process.poll() is not None
     with pytest.raises(EngineError):
@@ -245,8 +246,32 @@ def test_close_ends_the_processes_and_what_waits_for_them():
     compiler.close()
 
 
+def test_without_a_process_the_engine_is_at_fault_and_it_is_tried_again(monkeypatch):
+    compiler = make_compiler(workers=1)
+    try:
+        for executable in ("/no/such/python", shutil.which("false")):
+            monkeypatch.setattr("sys.executable", executable)
+            with pytest.raises(EngineError, match="did not start"):
+                constraint(compiler, regex="a")
+        monkeypatch.undo()
+        constraint(compiler, regex="a")
+    finally:
+        compiler.close()
+
+
+def test_a_process_whose_parent_has_gone_ends_by_itself():
+    compiler = make_compiler(workers=1, seconds=0.5)
+    constraint(compiler, regex="a")
+    (trial,) = compiler._trials
+    process = trial._process
+    trial._connection.send((ENDLESS, 0.5))
+    trial._connection.close()
+    assert process.wait(timeout=10) == -signal.SIGALRM
+    compiler.close()
+
+
 def test_an_unused_compiler_starts_nothing():
     before = threading.active_count()
     compiler = make_compiler()
-    assert threading.active_count() == before and compiler._trials[0]._process is None
+    assert threading.active_count() == before and compiler._trials[-1]._process is None
     compiler.close()

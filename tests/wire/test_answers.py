@@ -15,10 +15,10 @@ from jaxoverlap.outputs import (
     StreamDelta,
     TokenLogprob,
 )
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.v1 import generate_service_pb2
 from jaxoverlap.wire import answers
-from jaxoverlap.wire.requests import ChatPrompt
 
 PARAMS = SamplingParams(n=2, logprobs=1, prompt_logprobs=2)
 WIRE_REASONS = [reason for reason in FinishReason if reason.as_asked]

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxoverlap.errors import InvalidRequestError
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from jaxoverlap.v1 import common_pb2, generate_service_pb2
 from jaxoverlap.wire.requests import (
-    ChatPrompt,
     Generation,
     generation,
     prompt_of,
@@ -22,7 +22,8 @@ from jaxoverlap.wire.requests import (
 )
 
 NO_OPTIONS = RequestOptions()
-CHAT = [{"role": "user", "content": "Hi"}]
+HI = {"role": "user", "content": "Hi"}
+CHAT = [HI]
 
 
 def floats(low, high):
@@ -157,6 +158,8 @@ def test_chats_come_back_with_all_their_fields():
             {"role": "tool", "content": "3", "tool_call_id": "a"},
         ],
         tools=[{"type": "function"}],
+        documents=[],
+        chat_template_kwargs={"enable_thinking": False, "depth": [1, None]},
         add_generation_prompt=False,
     )
     assert prompt_of(generation(chat, SamplingParams(), NO_OPTIONS)) == chat
@@ -214,9 +217,14 @@ def test_parameters_that_no_message_can_hold(params, said):
         (Generation(), "^prompt: None .* a prompt is needed"),
         (Generation(chat=common_pb2.Chat()), r"^messages: \[\]"),
         (Generation(chat=common_pb2.Chat(messages=[{"role": "", "content": "x"}])), r"^messages\[0\]\.role: ''"),
-        (Generation(chat=common_pb2.Chat(messages=[{"role": "u", "extra_json": "["}])), r"^messages\[0\]: '\['"),
+        (
+            Generation(chat=common_pb2.Chat(messages=[{"role": "u", "extra_json": "["}])),
+            r"^messages\[0\]\.extra_json: '\['",
+        ),
         (Generation(chat=common_pb2.Chat(messages=[{"role": "u", "extra_json": '{"role": 1}'}])), "extra_json"),
         (Generation(chat=common_pb2.Chat(messages=[{"role": "u", "content": "x"}], tools_json="{}")), "^tools: '{}'"),
+        (Generation(chat=common_pb2.Chat(messages=[HI], documents_json="1")), "^documents: '1'"),
+        (Generation(chat=common_pb2.Chat(messages=[HI], template_variables_json="[]")), "^chat_template_kwargs: "),
     ],
 )
 def test_messages_that_are_no_prompt(message, said):

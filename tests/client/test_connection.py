@@ -1,0 +1,174 @@
+"""TLS, tokens, addresses and settings."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+import trustme
+
+from jaxoverlap import AccessDeniedError, Client, ConfigError, ServerUnavailableError
+from jaxoverlap.client import AbortedIds, ClientConfig, Health, ModelInfo
+from tests.client.fake_server import MAX_MODEL_LEN, SNAPSHOT, FakeServer
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture(scope="module")
+def root(authority, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tls") / "root.pem"
+    authority.cert_pem.write_to_path(str(path))
+    return path
+
+
+def credentials(authority, name="127.0.0.1", *, mutual=False):
+    certificate = authority.issue_cert(name)
+    pair = certificate.private_key_pem.bytes(), b"".join(blob.bytes() for blob in certificate.cert_chain_pems)
+    return grpc.ssl_server_credentials([pair], authority.cert_pem.bytes(), require_client_auth=mutual)
+
+
+def test_tls(connect, authority, root):
+    server = FakeServer(credentials=credentials(authority))
+    assert connect(server.target, root_certificates=root).generate("a")[0].text == "<a>"
+    assert connect(server.target, root_certificates=root.read_bytes()).load().running == 2
+    with pytest.raises(ServerUnavailableError):
+        connect(server.target, tls=True, max_retries=0).generate("a")
+    with pytest.raises(ServerUnavailableError):
+        connect(server.target, max_retries=0).generate("a")
+    server.stop()
+
+
+def test_a_server_with_another_name(connect, authority, root):
+    server = FakeServer(credentials=credentials(authority, "llm.example"))
+    with pytest.raises(ServerUnavailableError):
+        connect(server.target, root_certificates=root, max_retries=0).generate("a")
+    assert connect(server.target, root_certificates=root, server_name="llm.example").generate("a")[0].text == "<a>"
+    server.stop()
+
+
+def test_mutual_tls(connect, authority, root):
+    server = FakeServer(credentials=credentials(authority, mutual=True))
+    with pytest.raises(ServerUnavailableError):
+        connect(server.target, root_certificates=root, max_retries=0).generate("a")
+    mine = authority.issue_cert("me@example.org")
+    pair = {"client_key": mine.private_key_pem.bytes(), "client_certificate": mine.cert_chain_pems[0].bytes()}
+    assert connect(server.target, root_certificates=root, **pair).generate("a")[0].text == "<a>"
+    server.stop()
+
+
+def test_tokens(connect):
+    server = FakeServer(token="secret")
+    assert list(connect(server.target, token="secret").stream("a"))[-1].output.text == "<a>"
+    for token in ("Secret", None):
+        client = connect(server.target, token=token)
+        for work in (lambda c=client: c.generate("a"), lambda c=client: list(c.stream("a")), client.load):
+            with pytest.raises(AccessDeniedError, match="bearer token"):
+                work()
+    tokens = iter(["old", "secret"])
+    renewed = connect(server.target, token=lambda: next(tokens))
+    with pytest.raises(AccessDeniedError):
+        renewed.generate("a")
+    assert renewed.generate("a")[0].text == "<a>"
+    server.stop()
+
+
+def test_metadata_goes_with_every_call(connect, server):
+    client = connect(server.target, metadata=[("x-tenant", "blue")])
+    client.generate("a")
+    list(client.stream("a"))
+    assert [call.metadata["x-tenant"] for call in server.calls] == ["blue"] * 2
+
+
+@pytest.mark.parametrize(
+    "target", ["localhost:1", "127.0.0.1:1", "127.8.9.1:1", "[::1]:1", "unix:/tmp/s", "ipv4:///127.0.0.1:1"]
+)
+def test_a_token_may_stay_in_the_clear_on_this_machine(target):
+    ClientConfig(target=target, token="t")
+
+
+@pytest.mark.parametrize(
+    "target", ["llm.example:443", "10.0.0.1:1", "localhost.example:1", "dns:///llm:1", "[fe80::1]:1"]
+)
+def test_a_token_does_not_leave_it_in_the_clear(target):
+    with pytest.raises(ConfigError, match=r"^token: without TLS"):
+        ClientConfig(target=target, token="t")
+    ClientConfig(target=target, token="t", tls=True)
+    ClientConfig(target=target, token="t", allow_plaintext_token=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target": ""}, "^target: ''"),
+        ({"target": 7}, "^target: 7"),
+        ({"timeout": 0}, "^timeout: 0"),
+        ({"timeout": float("nan")}, "^timeout: nan"),
+        ({"max_retries": -1}, "^max_retries: -1"),
+        ({"concurrency": 0}, "^concurrency: 0"),
+        ({"concurrency": True}, "^concurrency: True"),
+        ({"max_message_mib": 2000}, "^max_message_mib: 2000"),
+        ({"client_key": b"x"}, "go together"),
+        ({"server_name": "x"}, "^server_name: "),
+        ({"token": "a\nb"}, "^token: "),
+        ({"token": ""}, "^token: "),
+        ({"root_certificates": "no/such.pem"}, "^root_certificates: no/such.pem: No such file"),
+        ({"no_such": 1}, "^no_such: 1 is not allowed; known settings are "),
+    ],
+)
+def test_settings_that_can_not_be(connect, settings, said):
+    with pytest.raises(ConfigError, match=said):
+        connect(**({"target": "127.0.0.1:1"} | settings))
+
+
+def test_a_token_is_not_shown():
+    with pytest.raises(ConfigError) as caught:
+        ClientConfig(target="llm.example:443", token="secret")
+    assert "secret" not in str(caught.value)
+    assert "secret" not in repr(ClientConfig(token="secret"))
+
+
+def test_what_the_service_says_of_itself(client, server):
+    assert client.model_info() == ModelInfo(
+        served_name="fake",
+        architecture="llama",
+        vocab_size=97,
+        max_model_len=MAX_MODEL_LEN,
+        eos_token_ids=(96,),
+        bos_token_id=None,
+        has_chat_template=True,
+        dtype="float32",
+        capabilities=("logprobs",),
+    )
+    info = client.server_info()
+    assert (info.version, info.uptime_seconds, info.devices) == ("0.1.0", 1.5, ("cpu:0",))
+    load = client.load()
+    assert (load.running, load.queued, load.kv_used_fraction, load.draining) == (2, 1, 0.5, False)
+    assert client.health() == Health(live=True, ready=True)
+    server.set_ready(False)
+    assert client.health() == Health(live=True, ready=False)
+
+
+def test_what_operators_do(client, server):
+    assert client.abort(["r-1", "r-9"]) == AbortedIds(aborted_ids=("r-1",), unknown_ids=("r-9",))
+    assert client.abort("r-9") == AbortedIds(aborted_ids=(), unknown_ids=("r-9",))
+    assert client.abort(all_requests=True).aborted_ids == ("r-1",)
+    for ids, all_requests in (([], False), (["r-1"], True)):
+        with pytest.raises(ValueError, match=r"^request_ids: "):
+            client.abort(ids, all_requests=all_requests)
+    assert client.flush_cache() == 7
+    assert client.drain(2.5) == 0 and server.admin_calls[-1].timeout_seconds == 2.5
+    client.drain()
+    assert not server.admin_calls[-1].HasField("timeout_seconds")
+    assert client.start_profile(3) == "/traces/3" and client.stop_profile() == "/traces/0"
+    snapshot = client.memory_snapshot()
+    assert snapshot.to_dict() == SNAPSHOT | {"pages": tuple(SNAPSHOT["pages"])}
+    assert snapshot.to_svg().startswith("<svg") and snapshot.pages[1].request_id == 7
+
+
+def test_clients_are_context_managers(server):
+    with Client(server.target) as client:
+        assert client.load().running == 2
+    with pytest.raises(Exception, match="closed"):
+        client.load()
