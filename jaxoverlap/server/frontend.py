@@ -76,6 +76,8 @@ class FrontEnd:
 
             self._tracing = Tracing(config.otlp_traces_endpoint)
         self._announced = False
+        self._stop_seconds: float | None = None
+        self._is_drained = False
 
     async def run(self, engine_socket: socket.socket, supervisor_socket: socket.socket) -> int:
         """Serves until it ends; returns the process's exit code."""
@@ -95,7 +97,7 @@ class FrontEnd:
             self._instance.request_prefix(self._index),
             self._tracing,
         )
-        tasks: list[asyncio.Task[float | None]] = []
+        tasks: list[asyncio.Task[None]] = []
         try:
             await self._health.update()
             await self._listen()
@@ -105,14 +107,16 @@ class FrontEnd:
                 asyncio.create_task(self._keep_house()),
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            seconds = None
             for task in tasks:
                 if task.done() and task.exception() is not None:
                     logger.error("the front end has failed", exc_info=task.exception())
-                elif task.done():  # the supervisor's word counts, should the engine end at the same moment
-                    seconds = task.result() if seconds is None else seconds
-            await self._stop(_LAST_WORDS_SECONDS if seconds is None else seconds)
-            return 0 if seconds is not None else 1
+            if self._stop_seconds is None:
+                await self._stop(_LAST_WORDS_SECONDS)
+                return 1
+            if self._is_drained:
+                await self._hear_all(self._stop_seconds)
+            await self._stop(self._stop_seconds)
+            return 0
         except ConfigError as error:
             self._supervisor.send("failed", str(error))
             await self._stop(0)
@@ -132,13 +136,13 @@ class FrontEnd:
     async def _follow_engine(self) -> None:
         await self._engine.run()
 
-    async def _follow_supervisor(self) -> float | None:
-        """Returns how long answers may take to leave, when it is time to stop; None if the supervisor is gone."""
+    async def _follow_supervisor(self) -> None:
+        """Returns when it is time to stop, or the supervisor is gone."""
         async for message in self._supervisor.received():
             match message:
-                case ["stop", seconds]:
-                    return seconds
-        return None
+                case ["stop", seconds, drained]:
+                    self._stop_seconds, self._is_drained = seconds, drained
+                    return
 
     async def _keep_house(self) -> None:
         while True:
@@ -203,6 +207,11 @@ class FrontEnd:
             if umask is not None:
                 os.umask(umask)
         await server.start()
+
+    async def _hear_all(self, seconds: float) -> None:
+        """The supervisor may know first that the engine has drained: its last words are still on their way to us."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._engine.until(lambda status: status.draining and not status.has_work), seconds)
 
     async def _stop(self, seconds: float) -> None:
         """Ends what still waits for the engine, and gives the rest so long to reach its readers."""

@@ -70,6 +70,7 @@ class Supervisor:
         self._controls: dict[Part, Control] = {}
         self._events: asyncio.Queue[tuple[Part | None, list[Any]]] = asyncio.Queue()
         self._exits: dict[Part, asyncio.Task[int]] = {}
+        self._is_drained = False
         self._engine_is_ready = False
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._question_ids = itertools.count()
@@ -160,6 +161,7 @@ class Supervisor:
                         self._on_ready(model)
                 case (_, ["status", status]):
                     if deadline is not None and status["draining"] and not status["has_work"]:
+                        self._is_drained = True
                         return max(_FLUSH_SECONDS, deadline - time.monotonic())
                 case (part, ["failed", text]):
                     self.failure = text
@@ -179,7 +181,7 @@ class Supervisor:
             flush = _FLUSH_SECONDS
         else:
             for frontend in self._frontends:
-                self._controls[frontend].send("stop", flush)
+                self._controls[frontend].send("stop", flush, self._is_drained)
         await self._all_gone(self._frontends, flush + _EXIT_SECONDS)
         self._controls[self._engine].close()
         await self._all_gone([self._engine], _EXIT_SECONDS)

@@ -32,7 +32,7 @@ def health_of(caller: Caller, service: str = GENERATE) -> str:
 
 def open_streams(caller: Caller, count: int, max_tokens: int) -> list:
     """Streams that have brought their first token."""
-    given = [generation(f"stream {n}", stop={"max_tokens": max_tokens, "ignore_eos": True}) for n in range(count)]
+    given = [generation(f"stream {n}", stop={"max_tokens": max_tokens}) for n in range(count)]
     streams = [(one, caller.stream(one)) for one in given]
     for _, stream in streams:
         assert next(stream).HasField("started")
@@ -176,7 +176,7 @@ def test_several_front_ends_share_port_and_engine():
     with Served(*sizes, "--frontends", "2", **SLOW).wait_ready() as served:
         assert len(served.children) == 3
         callers = [served.caller() for _ in range(16)]  # a connection each, of which either front end gets some
-        given = [generation(f"caller {n}", stop={"max_tokens": 300, "ignore_eos": True}) for n in range(16)]
+        given = [generation(f"caller {n}", stop={"max_tokens": 300}) for n in range(16)]
         streams = [caller.stream(one) for caller, one in zip(callers, given, strict=True)]
         names = {next(stream).started.request_id.split("-")[1] for stream in streams[:4]}
         assert callers[0].admin.AbortRequests(admin.AbortRequestsRequest(all=True)).aborted_ids
@@ -192,7 +192,7 @@ def test_several_front_ends_share_port_and_engine():
 def test_a_front_end_that_hangs_holds_nobody_up():
     with Served(*SMALL, "--frontends", "2").wait_ready() as served:
         callers = [served.caller() for _ in range(12)]
-        given = generation("mine", stop={"max_tokens": 200, "ignore_eos": True})
+        given = generation("mine", stop={"max_tokens": 200})
         by_frontend = {}
         for caller in callers:
             by_frontend.setdefault(caller.answer(given).request_id.split("-")[1], caller)

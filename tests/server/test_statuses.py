@@ -100,7 +100,7 @@ def test_a_stream_takes_no_best_of(rig):
 
 def test_prompts_up_to_the_contexts_end(rig):
     for length, outputs in ((CONTEXT - 2, 2), (CONTEXT - 1, 1)):
-        sequence = rig.caller.answer(generation([1] * length, stop={"max_tokens": 50, "ignore_eos": True})).sequences[0]
+        sequence = rig.caller.answer(generation([1] * length, stop={"max_tokens": 50})).sequences[0]
         assert len(sequence.token_ids) == outputs
     for length in (CONTEXT, CONTEXT + 1):
         assert field_of(failure_of(rig.caller.answer, generation([1] * length))) == "generation.prompt"
