@@ -147,6 +147,22 @@ def test_a_front_end_that_does_not_read_for_ever_is_given_up(monkeypatch):
     theirs.close()
 
 
+def test_messages_leave_in_the_order_in_which_they_were_said():
+    ours, theirs = socket.socketpair()
+    link, peer = Link(0, ours), Peer(theirs)
+    link.news.keys.append(1)
+    link.news.token_ids.append(2)
+    link.post("status", {})
+    link.news.keys.append(3)
+    link.news.token_ids.append(4)
+    link.flush()
+    unpacker = messages.new_unpacker()
+    unpacker.feed(peer.socket.recv(1 << 16))
+    assert [message[0] for message in unpacker] == ["news", "status", "news"]
+    link.close()
+    theirs.close()
+
+
 def test_a_front_end_that_goes_takes_its_requests_along(engine):
     _, (first, second) = engine
     scheduler = toy.BUILT[-1].engine.loop.scheduler

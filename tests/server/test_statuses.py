@@ -81,7 +81,7 @@ def field_of(error: grpc.RpcError) -> str:
         (generation(None, chat={"messages": [{"content": "x"}]}), "chat.messages[0].role"),
         (
             generation(None, chat={"messages": [{"role": "user", "extra_json": "{"}]}),
-            "chat.messages[0]",
+            "chat.messages[0].extra_json",
         ),
         (generation(None, chat={"messages": [{"role": "user"}], "tools_json": "{}"}), "chat.tools_json"),
     ],
@@ -144,7 +144,9 @@ def test_what_is_not_built_is_unimplemented(rig):
 def test_a_full_queue_says_when_to_come_back():
     with running({"max_running": 1, "max_queue": 2}) as small:
         small.hold()
-        calls = [small.caller.stream(generation(f"call {n}")) for n in range(3)]
+        calls = [small.caller.stream(generation("running", stop={"max_tokens": 100}))]
+        small.wait_queued(1)
+        calls += [small.caller.stream(generation(f"waiting {n}")) for n in range(2)]
         small.wait_queued(3)
         refused = small.caller.stream(generation("one too many"))
         small.step_until(refused.done)
@@ -179,8 +181,8 @@ def test_an_error_of_one_request_is_its_own():
     with running() as small:
         original = small.device._run_chunk
 
-        def broken(chunk: Any) -> Any:
-            token, status = original(chunk)
+        def broken(chunk: Any, *allowed: Any) -> Any:
+            token, status = original(chunk, *allowed)
             return (token, 3) if chunk.request.seed == 13 and chunk.publishes else (token, status)
 
         small.device._run_chunk = broken
