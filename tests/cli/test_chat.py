@@ -70,7 +70,7 @@ def test_what_an_answer_took_is_told(chat):
 
 def test_a_question_that_fails_is_forgotten(chat, server):
     result = chat("A\n" + "x" * MAX_MODEL_LEN + "\nB\n", "-q")
-    assert (result.exit_code, result.stdout) == (1, "<A>\n\n<A|<A>|B>\n")
+    assert (result.exit_code, result.stdout) == (1, "<A>\n<A|<A>|B>\n")
     assert result.stderr.startswith("error: prompt: '70 tokens' is not allowed") and result.stderr.count("\n") == 1
     assert said(server)[-1] == ["user: A", "assistant: <A>", "user: B"]
 
