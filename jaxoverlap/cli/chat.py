@@ -151,7 +151,7 @@ class Chat:
             command.say(f"error: {error}")
             self._some_failed = True
             return
-        self._end_line(texts)
+        self._end_line(texts or [""])
         self._said += [asked, {"role": "assistant", "content": "".join(texts)}]
         if output is not None and not self._quiet:
             rate = len(output.token_ids) / max(time.perf_counter() - begun, 1e-9)
@@ -162,7 +162,8 @@ class Chat:
 
     @staticmethod
     def _end_line(texts: list[str]) -> None:
-        if not "".join(texts).endswith("\n"):
+        """After an answer, or what there is of one."""
+        if texts and not "".join(texts).endswith("\n"):
             print(flush=True)
 
 

@@ -70,7 +70,7 @@ def test_what_an_answer_took_is_told(chat):
 
 def test_a_question_that_fails_is_forgotten(chat, server):
     result = chat("A\n" + "x" * MAX_MODEL_LEN + "\nB\n", "-q")
-    assert (result.exit_code, result.stdout) == (1, "<A>\n\n<A|<A>|B>\n")
+    assert (result.exit_code, result.stdout) == (1, "<A>\n<A|<A>|B>\n")
     assert result.stderr.startswith("error: prompt: '70 tokens' is not allowed") and result.stderr.count("\n") == 1
     assert said(server)[-1] == ["user: A", "assistant: <A>", "user: B"]
 
@@ -118,7 +118,7 @@ class Terminal:
         os.close(theirs)
         self.seen = ""
 
-    def wait_for(self, text: str, seconds: float = 30.0) -> str:
+    def wait_for(self, text: str, seconds: float = 60.0) -> str:
         """Returns what came before it, which is not looked at again."""
         end = time.monotonic() + seconds
         while text not in self.seen:
@@ -140,7 +140,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(start, server):
     terminal.wait_for("<")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("> ")
-    assert server.calls[0].cancelled.wait(5)
+    assert server.calls[0].is_cancelled()
     terminal.type("half a li")
     terminal.wait_for("half a li")
     terminal.process.send_signal(signal.SIGINT)
@@ -150,7 +150,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(start, server):
     terminal.wait_for("<Hi|<|More>")
     terminal.wait_for("> ")
     terminal.type("\x04")
-    assert terminal.process.wait(30) == 0
+    assert terminal.process.wait(60) == 0
     assert said(server)[1] == ["user: Hi", "assistant: <", "user: More"]
 
 
@@ -164,9 +164,9 @@ def test_ctrl_c_stops_an_answer_of_the_model_here(start):
     while len(terminal.seen) < 3:
         terminal.seen += os.read(terminal.ours, 64).decode()
     terminal.process.send_signal(signal.SIGINT)
-    terminal.wait_for("> ", seconds=5)
+    terminal.wait_for("> ")
     terminal.type("/exit\n")
-    assert terminal.process.wait(30) == 0
+    assert terminal.process.wait(60) == 0
 
 
 def test_ctrl_c_ends_a_chat_that_nobody_types(start, server):
@@ -175,5 +175,5 @@ def test_ctrl_c_ends_a_chat_that_nobody_types(start, server):
     process.stdin.flush()
     assert process.stdout.readline() == b"<Hi>\n"
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, b"")
