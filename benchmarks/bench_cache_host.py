@@ -10,10 +10,10 @@ Three tables:
 * Planning with 100,000 requests in the queue beside 100: all rows taken; rows free but no pages for the head of the
   queue; requests that come and go with every step; and all rows taken with a head that has waited too long.
 
-Predictions. A decode step asks the tree for nothing unless a page is to be evicted (a heap entry, some 3 µs each, 16 a
-step), so it costs 1.0 times the step without a cache, 1.2 times when it evicts; bar 1.3. Matching costs 0.4 µs a page
-and inserting 1.5 µs; the size of the tree changes that by no more than what misses of the processor's caches cost,
-1.5 times. The queue is a sorted dictionary of which a step reads the head: 1.0 times, and 1.2 where requests leave it.
+Predictions. A decode step asks the tree for nothing unless a page is to be evicted (some 3 µs each, 16 a step), so it
+costs 1.0 times the step without a cache, 1.2 times when it evicts; bar 1.3. Matching costs 0.4 µs a page and inserting
+1.5 µs; the size of the tree changes that by no more than what misses of the processor's caches cost, 1.5 times. The
+queue is a sorted dictionary of which a step reads the head: 1.0 times, and 1.2 where requests leave it.
 """
 
 from __future__ import annotations

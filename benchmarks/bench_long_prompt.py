@@ -11,9 +11,10 @@ a shorter prompt in the same way before, so that nothing runs for the first time
 
 Predictions. A decode step takes 0.09 s. Serial: prompts first, but after 0.3 s a decode step gets in between, so a gap
 is two steps of 512 prompt tokens at the worst, 5 to 10 s deep in the prompt; timeslice: one such step, half of it. Both
-have the first token after some 50 s, which is what the prompt takes. Overlap: a step takes on 64 prompt tokens, fewer
-the further in (7 at position 6,000), so that it never costs more than 64 tokens of the beginning, some 0.12 s: gaps of
-0.2 s, a ratio of 2.0 to 2.5 with 64, 1.6 with 32 and 1.3 with 16; for a first token after 90, 130 and 200 s.
+have the first token after some 50 s, which is what the prompt takes. Overlap with 64: the first step takes on 64 prompt
+tokens, then 32 up to position 1,000 and 8 from there on, which is some 650 steps. A mixed step that was timed alone
+takes 1.4 times a decode step with 16 tokens at the beginning, 1.7 at 3,000 and 2.1 at 5,900, and 1.66 with 4 tokens
+there; so the dearest, 8 tokens at 5,900, should take 1.8 times: a ratio of 1.8, and a first token after 90 s.
 """
 
 from __future__ import annotations

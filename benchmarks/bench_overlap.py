@@ -92,7 +92,7 @@ def real(rows: int, *, steps: int, repeats: int) -> dict:
                 times[lookahead].append(statistics.median(turns))
                 if lookahead == 1:
                     host += [r.host for r in steady]
-                    idle += [r.host if r.wait < 50e-6 else 0.0 for r in steady]
+                    idle += [r.exposed for r in steady]
     serial, overlapped = statistics.median(times[0]), statistics.median(times[1])
     return {
         "rows": rows,

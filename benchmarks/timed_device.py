@@ -43,6 +43,7 @@ class TimedDevice:
         self.pages_per_row = -(-config.limits.max_model_len // config.limits.page_size)
         self.num_outputs = np.zeros(config.max_running, dtype=np.int32)
         self.max_outputs = np.zeros(config.max_running, dtype=np.int32)
+        self.compiles_after_ready = 0
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan) -> _TimedStep:

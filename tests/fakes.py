@@ -123,6 +123,7 @@ class ToyRunner:
         self.finished = [True] * max_running
         self.launched: deque[_ToyStep] = deque()
         self.num_launches = 0
+        self.compiles_after_ready = 0
         self.row_steps: dict[int, int] = {}
         """Decode steps launched per request id."""
         self._device_free_at = 0.0

@@ -14,6 +14,7 @@ from jaxoverlap import llm as llm_module
 from jaxoverlap.errors import QueueFullError, UnsupportedError
 from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.request import RequestStatus
+from jaxoverlap.text.chat_template import ChatTemplate
 from tests.cli import toy
 from tests.fakes import VOCAB_SIZE, oracle, salt_of
 from tests.test_llm import GREEDY, llm, toy_build, words  # noqa: F401, a fixture
@@ -288,7 +289,7 @@ def test_a_chat_goes_through_the_template(chatty):
 
 def test_tools_documents_and_variables_reach_the_template(chatty):
     template = "{{ tools | tojson }}{{ documents | tojson }}{{ mood }}"
-    chatty.tokenizer._chat_template = toy.ChatTemplate({"default": template}, {})
+    chatty.tokenizer._chat_template = ChatTemplate({"default": template}, {})
     (output,) = chatty.chat(
         USER,
         params(max_tokens=1),

@@ -57,6 +57,11 @@ class RowMemory:
         return self.pool.num_free + self.cache.num_evictable
 
     @property
+    def share_used(self) -> float:
+        """Of all pages, those that are not available."""
+        return 1 - self.num_available / self.pool.num_pages
+
+    @property
     def num_unpromised(self) -> int:
         return self.num_available - self._outstanding
 

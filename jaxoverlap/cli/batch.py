@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,47 +23,67 @@ from jaxoverlap.cli.batch_format import (
     refusal_by_engine,
     to_request,
 )
+from jaxoverlap.cli.connection import Answering, ConnectionOptions, server_model
+from jaxoverlap.cli.generate import Quiet
 from jaxoverlap.cli.options import EngineOptions
 from jaxoverlap.cli.request_options import SamplingOptions, StructureOptions, TreatmentOptions
-from jaxoverlap.errors import EngineError, JaxOverlapError
+from jaxoverlap.errors import AccessDeniedError, EngineError, JaxOverlapError, UnsupportedError
+from jaxoverlap.prompts import Prompt
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxoverlap.llm import LLM, Prompt
+    from jaxoverlap.client import Client
 
 MAX_HELD = 1024
+MAX_RETRIES = 10
+"""A server that restarts is back within their half a minute, more or less."""
+
+
+InputFile = Annotated[
+    str, typer.Option("--input", "-i", metavar="FILE", help="Requests, one in a line; '-' is standard input.")
+]
+OutputFile = Annotated[
+    str, typer.Option("--output", "-o", metavar="FILE", help="Where answers go; '-' is standard output.")
+]
+Ordered = Annotated[
+    bool,
+    typer.Option(
+        "--ordered/--unordered",
+        help="Answers in the order of the input, or as they are finished. To keep the order, answers wait for "
+        f"slower ones before them; when {MAX_HELD} wait, no more requests are read until the slow one is done.",
+    ),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Start anew; the output's content is lost.")]
+RetryErrors = Annotated[
+    bool,
+    typer.Option(
+        "--retry-errors",
+        help="Do lines again whose answer in the output is an error. The new answer is appended: of two lines "
+        "with one custom_id, the later counts.",
+    ),
+]
+Server = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TARGET",
+        show_default=False,
+        rich_help_panel="Connection",
+        help="HOST:PORT or unix:PATH of a server that answers. Default: the model runs in this process.",
+    ),
+]
 
 
 def batch(
-    source: Annotated[
-        str, typer.Option("--input", "-i", metavar="FILE", help="Requests, one in a line; '-' is standard input.")
-    ],
-    target: Annotated[
-        str, typer.Option("--output", "-o", metavar="FILE", help="Where answers go; '-' is standard output.")
-    ],
-    ordered: Annotated[
-        bool,
-        typer.Option(
-            "--ordered/--unordered",
-            help="Answers in the order of the input, or as they are finished. To keep the order, answers wait for "
-            f"slower ones before them; when {MAX_HELD} wait, no more requests are read until the slow one is done.",
-        ),
-    ] = True,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew; the output's content is lost.")] = False,
-    retry_errors: Annotated[
-        bool,
-        typer.Option(
-            "--retry-errors",
-            help="Do lines again whose answer in the output is an error that may pass: a timeout, or a failure of the "
-            "engine. The new answer is appended: of two lines with one custom_id, the later counts. A line that was "
-            "refused is not done again, even if it has been corrected since: give it another custom_id.",
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Nothing on standard error but warnings and errors.")
-    ] = False,
+    source: InputFile,
+    target: OutputFile,
+    ordered: Ordered = True,
+    overwrite: Overwrite = False,
+    retry_errors: RetryErrors = False,
+    quiet: Quiet = False,
+    server: Server = None,
     *,
+    connection: ConnectionOptions,
     engine: EngineOptions,
     sampling: SamplingOptions,
     structure: StructureOptions,
@@ -82,6 +103,9 @@ def batch(
 
     A line that can't be answered gets an error for an answer, and the others go on.
 
+    With --server a server answers: --model is then the name it serves, and the engine's other options are its own. A
+    server that is full is waited for.
+
     Run the same command again after a crash or Ctrl-C: a half-written last line of the output is cut off, and what
     is answered (errors as well) is not done again. Nothing is resumed on standard output.
 
@@ -91,24 +115,53 @@ def batch(
     on, 130 Ctrl-C.
     """
     defaults = sampling.values() | structure.values() | treatment.values()
-    settings = engine.settings()
     # A progress bar and the answers would write over each other on a terminal.
-    progress = False if target == STANDARD else None
+    progress = False if target == STANDARD or quiet else None
+    answering: AbstractContextManager[tuple[Answering, ModelNames]]
+    if server is None:
+        connection.check_unused()
+        answering = _in_process(engine.settings(), progress, quiet)
+    else:
+        answering = at_server(connection, server, server_model(engine), progress)
+    return answer_file(
+        source,
+        target,
+        answering,
+        defaults,
+        ordered=ordered,
+        overwrite=overwrite,
+        retry_errors=retry_errors,
+        quiet=quiet,
+    )
+
+
+def answer_file(
+    source: str,
+    target: str,
+    answering: AbstractContextManager[tuple[Answering, ModelNames]],
+    defaults: dict[str, Any],
+    *,
+    ordered: bool,
+    overwrite: bool,
+    retry_errors: bool,
+    quiet: bool,
+) -> int:
+    """Answers a file and returns the exit code; `answering` is entered when the files are open."""
     with (
         open_input(source) as file,
         open_output(target, file, overwrite=overwrite, retry_errors=retry_errors) as output,
-        command.load_llm(settings, progress=progress, quiet=quiet) as llm,
+        answering as (engine, names),
     ):
         run = BatchRun(
             read_lines(file, source),
             output,
-            names=ModelNames.of(llm.model_name, settings.get("model")),
+            names=names,
             defaults=defaults,
             max_held=MAX_HELD if ordered else None,
         )
         ending = "stopped"
         try:
-            run.run(llm)
+            run.run(engine)
             ending = "finished"
         except KeyboardInterrupt:
             ending = "interrupted, the same command goes on from here"
@@ -117,6 +170,31 @@ def batch(
             if not quiet:
                 command.say(f"{ending}: {run.tally.describe()}")
     return run.tally.exit_code
+
+
+@contextmanager
+def _in_process(settings: dict[str, Any], progress: bool | None, quiet: bool) -> Iterator[tuple[Answering, ModelNames]]:
+    with command.load_llm(settings, progress=progress, quiet=quiet) as llm:
+        yield llm, ModelNames.of(llm.model_name, settings.get("model"))
+
+
+@contextmanager
+def at_server(
+    connection: ConnectionOptions, target: str, model: str | None, progress: bool | None
+) -> Iterator[tuple[Answering, ModelNames]]:
+    """A server that answers, and what its model is called."""
+    with connection.client(target, progress=progress, model=model, max_retries=MAX_RETRIES) as client:
+        yield client, _served_names(client)
+
+
+def _served_names(client: Client) -> ModelNames:
+    """What a server's answers are said to come from; its admin service may be closed to us."""
+    if client.config.model:
+        return ModelNames.of(client.config.model, None)
+    try:
+        return ModelNames.of(client.model_info().served_name, None)
+    except (AccessDeniedError, UnsupportedError):
+        return ModelNames.of("default", None)
 
 
 @dataclass
@@ -208,14 +286,15 @@ class BatchRun:
         self._seen: set[int] = set()
         self._in_engine: dict[int, tuple[int, BatchRequest]] = {}
 
-    def run(self, llm: LLM) -> None:
+    def run(self, engine: Answering) -> None:
         """Answers every line.
 
         Raises:
           EngineError: the engine failed.
+          ServiceError: the server can't be used.
           CommandError, BrokenPipeError: a file did.
         """
-        for index, result in llm.generate_each(self._requests()):
+        for index, result in engine.generate_each(self._requests()):
             place, request = self._in_engine.pop(index)
             if isinstance(result, JaxOverlapError):
                 self._fail(place, refusal_by_engine(request, result))

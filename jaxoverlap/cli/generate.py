@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from jaxoverlap.cli import answers, command
+from jaxoverlap.cli.connection import Answering
 from jaxoverlap.cli.options import EngineOptions
 from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
 from jaxoverlap.errors import InvalidRequestError
@@ -30,28 +31,31 @@ _TEMPLATE_TOKENS = 48
 _HEADER_CHARS = 60
 
 
+Prompts = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="PROMPT",
+        show_default=False,
+        help="What to continue, or with --chat to answer. Without one, or for '-', it is read from standard input "
+        "(less one newline at its end).",
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print an object in a line for each sample of each prompt, once the prompt is finished: index, "
+        "sample, prompt, text, token_ids, finish_reason, stop_reason, error, logprobs, usage, seed, timings; with "
+        "the first sample of a prompt prompt_logprobs.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Nothing on standard error but warnings and errors.")]
+
+
 def generate(
-    prompts: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="PROMPT",
-            show_default=False,
-            help="What to continue, or with --chat to answer. Without one, or for '-', it is read from standard input "
-            "(less one newline at its end).",
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print an object in a line for each sample of each prompt, once the prompt is finished: index, "
-            "sample, prompt, text, token_ids, finish_reason, stop_reason, error, logprobs, usage, seed, timings; with "
-            "the first sample of a prompt prompt_logprobs.",
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Nothing on standard error but warnings and errors.")
-    ] = False,
+    prompts: Prompts = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
@@ -67,7 +71,7 @@ def generate(
 
     Exit codes: 0 done, 1 an answer broke off, 2 an error, 130 Ctrl-C, 141 standard output was closed.
     """
-    texts = _read_prompts(prompts or ["-"])
+    texts = read_prompts(prompts or ["-"])
     params = SamplingParams(**(sampling.values(temperature=0.0, max_tokens=256) | structure.values()))
     options = RequestOptions(**treatment.values())
     asked = chat.prompts(texts)
@@ -77,15 +81,36 @@ def generate(
         for index, prompt in enumerate(asked):
             _check(llm, prompt, params, index, len(asked))
         command.warm_up_llm(llm)
-        started = time.perf_counter()
-        if params.num_samples > params.n:
-            deltas = _whole(llm, asked, params, options)
-        else:
-            streams = [llm.stream(prompt, params, options) for prompt in asked]
-            deltas = in_order(streams, together=settings["max_running"])
-        show = _print_json if as_json else _print_text
-        outputs = list(show(deltas, texts, params.n))
-        elapsed = time.perf_counter() - started
+        return show_answers(
+            llm, asked, texts, params, options, together=settings["max_running"], as_json=as_json, quiet=quiet
+        )
+
+
+def show_answers(
+    engine: Answering,
+    asked: list[Prompt],
+    texts: list[str],
+    params: SamplingParams,
+    options: RequestOptions,
+    *,
+    together: int,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Prints the answers as they come, and a summary; returns the exit code.
+
+    Args:
+      texts: the prompts as they were given.
+      together: streams that run at once.
+    """
+    started = time.perf_counter()
+    if params.num_samples > params.n:
+        deltas = _whole(engine, asked, params, options)
+    else:
+        deltas = in_order([engine.stream(prompt, params, options) for prompt in asked], together=together)
+    show = _print_json if as_json else _print_text
+    outputs = list(show(deltas, texts, params.n))
+    elapsed = time.perf_counter() - started
     samples = [(index, sample) for index, output in enumerate(outputs) for sample in output.outputs]
     for index, sample in samples:
         if sample.error is not None:
@@ -115,7 +140,7 @@ def in_order(streams: list[Iterator[StreamDelta]], *, together: int) -> Iterator
         yield index, delta
 
 
-def _read_prompts(prompts: list[str]) -> list[str]:
+def read_prompts(prompts: list[str]) -> list[str]:
     if prompts.count("-") > 1:
         raise command.CommandError("'-' (standard input) can be one prompt, not several")
     return [_read_stdin() if prompt == "-" else prompt for prompt in prompts]
@@ -152,10 +177,10 @@ def _check(llm: LLM, prompt: Prompt, params: SamplingParams, index: int, count: 
 
 
 def _whole(
-    llm: LLM, prompts: list[Prompt], params: SamplingParams, options: RequestOptions
+    engine: Answering, prompts: list[Prompt], params: SamplingParams, options: RequestOptions
 ) -> Iterator[tuple[int, StreamDelta]]:
     """What can't be streamed: each output in one piece."""
-    for index, output in enumerate(llm.generate(prompts, params, options)):
+    for index, output in enumerate(engine.generate(prompts, params, options)):
         yield index, StreamDelta(text=output.text, token_ids=output.token_ids, output=output)
 
 

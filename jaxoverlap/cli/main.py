@@ -10,7 +10,9 @@ import typer
 import typer.core
 
 from jaxoverlap import __version__
+from jaxoverlap.cli import client
 from jaxoverlap.cli.batch import batch
+from jaxoverlap.cli.chat import chat
 from jaxoverlap.cli.command import FAILED, as_command, say
 from jaxoverlap.cli.generate import generate
 from jaxoverlap.cli.serve import serve
@@ -49,6 +51,8 @@ app = typer.Typer(
 app.command("serve")(as_command(serve))
 app.command("generate")(as_command(generate))
 app.command("batch")(as_command(batch))
+app.command("chat")(as_command(chat))
+app.add_typer(client.app, name="client")
 
 
 def _show_version(wanted: bool) -> None:

@@ -37,7 +37,9 @@ class SamplingOptions:
     ] = None
     temperature: Annotated[
         float | None,
-        _sampling(help="0 is greedy: the most probable token, always. Default: 0 for generate, 1 for batch."),
+        _sampling(
+            help="0 is greedy: the most probable token, always. Default: 0 for generate, 0.7 for chat, 1 for batch."
+        ),
     ] = None
     top_p: Annotated[
         float | None,
@@ -74,7 +76,7 @@ class SamplingOptions:
     ] = None
     max_tokens: Annotated[
         int | None,
-        _ending(help="Tokens to generate at most. Default: 256 for generate; what fits the context for batch."),
+        _ending(help="Tokens to generate at most. Default: 256 for generate, 1024 for chat, all that fits for batch."),
     ] = None
     min_tokens: Annotated[
         int | None, _ending(help="Before so many tokens nothing but a limit ends the answer. Default: 0.")

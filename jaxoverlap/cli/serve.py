@@ -100,8 +100,24 @@ class OperationOptions:
     profile_dir: Annotated[
         str | None, _operation(metavar="FOLDER", help="Where the admin service's profiles go. Default: none are made.")
     ] = None
+    metrics_port: Annotated[
+        int | None,
+        _operation(
+            help="Prometheus metrics at http://--metrics-host:PORT/metrics. 0 takes a free port. Default: none."
+        ),
+    ] = None
+    metrics_host: Annotated[
+        str | None, _operation(help="Where that port is, for everyone who can reach it. Default: 127.0.0.1.")
+    ] = None
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        _operation(metavar="URL", help="OpenTelemetry traces go there, by OTLP over HTTP. Needs the extra otel."),
+    ] = None
     log_level: Annotated[
         str | None, _operation(metavar="debug|info|warning|error", help="Of the log on standard error. Default: info.")
+    ] = None
+    log_format: Annotated[
+        str | None, _operation(metavar="text|json", help="json: an object a line, with request ids. Default: text.")
     ] = None
     in_process: Annotated[bool | None, _operation("--in-process", help="Everything in one process, for debugging.")] = (
         None
@@ -129,13 +145,14 @@ def serve(
     from jaxoverlap.server.serve import serve as run
 
     config = ServerConfig(**given(network), **given(security), **given(limits), **given(operation))
-    log_to_stderr("server", config.log_level)
+    log_to_stderr("server", config.log_level, config.log_format)
     spec = EngineSpec(
         builder=BUILDER,
         config=engine.settings(max_queue=DEFAULT_MAX_QUEUE),
         profile_dir=config.profile_dir,
         progress="jaxoverlap.display:track_warm_up" if sys.stderr.isatty() else None,
         log_level=config.log_level,
+        log_format=config.log_format,
     )
     try:
         run(config, spec, _say_ready)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import grpc
 from google.rpc import code_pb2, status_pb2
 
 from jaxoverlap.client.config import ClientConfig
@@ -108,14 +107,15 @@ def error_of(failure: Any, *, received: bool = False, max_message_bytes: int = 0
     code, text = failure.code(), failure.details() or ""
     details = dict(failure.trailing_metadata() or ()).get(_STATUS_KEY)
     status = status_pb2.Status()
-    if isinstance(details, bytes) and status.ParseFromString(details) and status.code == code.value[0]:
-        return statuses.error(status)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text:
+    if not (isinstance(details, bytes) and status.ParseFromString(details) and status.code == code.value[0]):
+        status = status_pb2.Status(code=code.value[0] if code else code_pb2.UNKNOWN, message=text)
+    error = statuses.error(status)
+    if not isinstance(error, QueueFullError) or error.retry_after is not None:
+        return error
+    if "larger than max" in text:  # gRPC has the same code for it
         allowed = f"messages have at most {max_message_bytes} bytes here, or what the service allows; {text}"
         return InvalidRequestError("message", None, allowed)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and received:
-        return AbortedError(text)
-    return statuses.error(status_pb2.Status(code=code.value[0] if code else code_pb2.UNKNOWN, message=text))
+    return AbortedError(text) if received else error  # it was let in: its reader is too slow
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def build_engine(
         page_bytes=page_bytes,
         kv_memory_bytes=kv_memory_bytes(config, device),
         window=shape.window,
-        context_per_token=context_per_token(shape, device.platform),
+        context_per_token=context_per_token(shape),
     )
     logger.info("%s on %s: %s", dtype.name, device, resolved.describe())
     if resolved.shortfall:
@@ -98,11 +98,11 @@ def build_engine(
     )
 
 
-def context_per_token(shape: ModelConfig, platform: str) -> float:
+def context_per_token(shape: ModelConfig) -> float:
     """The position at which a prompt token's attention costs as much as its products with the weights.
 
-    Counts multiplications; attention runs at a lower rate, on a CPU at a quarter of it (docs/benchmarks.md).
+    Counts multiplications; those of attention run at half the rate (docs/benchmarks.md).
     """
     weights = shape.hidden_size * (2 * shape.q_size + 2 * shape.kv_size + 3 * shape.intermediate_size)
     attention = 2 * shape.q_size
-    return weights / attention / (4.0 if platform == "cpu" else 2.0)
+    return weights / attention / 2.0

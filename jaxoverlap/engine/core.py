@@ -26,6 +26,7 @@ from jaxoverlap.engine.engine import Engine
 from jaxoverlap.engine.link import Link
 from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
+from jaxoverlap.engine.metrics import EngineMetrics
 from jaxoverlap.engine.profiler import Profiler
 from jaxoverlap.errors import (
     AbortedError,
@@ -47,13 +48,18 @@ _STATUS_SECONDS = 0.5
 
 
 class Owner:
-    """Whose a request is, and what has been told of it."""
+    """Whose a request is.
 
-    __slots__ = ("has_started", "key", "link", "num_preemptions", "num_scores", "request")
+    Attributes:
+      has_more: besides its next token there is something to tell: that it has started, or scores.
+      num_scores, num_preemptions: told of.
+    """
+
+    __slots__ = ("has_more", "key", "link", "num_preemptions", "num_scores", "request")
 
     def __init__(self, link: Link, key: int, request: Request) -> None:
         self.link, self.key, self.request = link, key, request
-        self.has_started = False
+        self.has_more = True
         self.num_scores = self.num_preemptions = 0
 
 
@@ -80,6 +86,8 @@ class EngineCore:
         self._by_key: dict[tuple[int, int], Owner] = {}
         """By front end and key."""
         self._load = LoadMeter()
+        self._metrics = EngineMetrics(engine.loop)
+        self._num_preemptions = 0
         self._next_status = 0.0
         self._had_work = False
         self._selector = selectors.DefaultSelector()
@@ -100,6 +108,7 @@ class EngineCore:
                 self._turn()
         except Exception as error:
             text = str(error) if isinstance(error, JaxOverlapError) else f"{type(error).__name__}: {error}"
+            logger.error("the engine has failed", exc_info=error)
             self._broadcast("failed", text)
             raise
         finally:
@@ -141,6 +150,7 @@ class EngineCore:
     def _step(self) -> None:
         output = self.engine.step()
         self._load.add(len(output.token_ids))
+        self._metrics.count(output)
         self._profiler.count_step()
         self._tell(output)
 
@@ -150,27 +160,13 @@ class EngineCore:
             owner = owners.get(request.request_id)
             if owner is None:  # its front end does not want it any more
                 continue
+            if owner.has_more:
+                self._tell_more(owner)
             news = owner.link.news
-            if not owner.has_started:
-                owner.has_started = True
-                news.started.append(
-                    [
-                        owner.key,
-                        request.cached_tokens,
-                        request.seed,
-                        request.admit_time,
-                        request.first_token_time,
-                        request.prompt_scores,
-                    ]
-                )
             news.keys.append(owner.key)
             news.token_ids.append(token_id)
-            if len(request.scores) > owner.num_scores:
-                news.scores += [[owner.key, score] for score in request.scores[owner.num_scores :]]
-                owner.num_scores = len(request.scores)
-            if request.num_preemptions != owner.num_preemptions:
-                owner.num_preemptions = request.num_preemptions
-                news.preempted.append([owner.key, request.num_preemptions])
+        if self.engine.loop.scheduler.counters.preemptions != self._num_preemptions:
+            self._tell_preemptions()
         for request in output.finished:
             owner = owners.pop(request.request_id, None)
             if owner is None:
@@ -181,6 +177,30 @@ class EngineCore:
             owner.link.news.finished.append(
                 [owner.key, request.finish_reason.value, request.matched_token_id, error, request.finish_time]
             )
+
+    def _tell_more(self, owner: Owner) -> None:
+        request, news = owner.request, owner.link.news
+        if owner.num_scores == 0:  # its first token
+            news.started.append(
+                [
+                    owner.key,
+                    request.cached_tokens,
+                    request.seed,
+                    request.admit_time,
+                    request.first_token_time,
+                    request.prompt_scores,
+                ]
+            )
+        news.scores += [[owner.key, score] for score in request.scores[owner.num_scores :]]
+        owner.num_scores = len(request.scores)
+        owner.has_more = owner.num_scores > 0
+
+    def _tell_preemptions(self) -> None:
+        self._num_preemptions = self.engine.loop.scheduler.counters.preemptions
+        for owner in self._owners.values():
+            if owner.request.num_preemptions != owner.num_preemptions:
+                owner.num_preemptions = owner.request.num_preemptions
+                owner.link.news.preempted.append([owner.key, owner.num_preemptions])
 
     def _report(self) -> None:
         """The status, when work begins or ends and from time to time while there is some."""
@@ -209,7 +229,7 @@ class EngineCore:
         return EngineStatus(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting + len(self._door.waiting),
-            kv_used=1 - memory.num_available / memory.pool.num_pages,
+            kv_used=memory.share_used,
             tokens_per_second=self._load.tokens_per_second(),
             num_steps=self._load.num_steps,
             has_work=self.has_work,
@@ -222,8 +242,8 @@ class EngineCore:
         if not link.is_open:
             return
         match message:
-            case ["add", key, prompt, sampling, options]:
-                self._add(link, key, prompt, sampling, options)
+            case ["add", key, prompt, sampling, options, called]:
+                self._add(link, key, prompt, sampling, options, called)
             case ["abort", keys]:
                 for key in keys:
                     self._end(link, key, self.engine.abort)
@@ -234,7 +254,9 @@ class EngineCore:
             case _:
                 raise EngineError(f"front end {link.index} sent {message[:1]}, which is no message of this build")
 
-    def _add(self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any]) -> None:
+    def _add(
+        self, link: Link, key: int, prompt: bytes, sampling: dict[str, Any], options: dict[str, Any], called: float
+    ) -> None:
         try:
             if self.draining:
                 raise ServerUnavailableError("the server is about to stop and takes no more requests")
@@ -244,6 +266,7 @@ class EngineCore:
                 np.frombuffer(prompt, dtype=np.int32),
                 SamplingParams.from_dict(sampling),
                 RequestOptions(**options),
+                called,
                 time.monotonic(),
             )
         except JaxOverlapError as error:
@@ -263,6 +286,7 @@ class EngineCore:
         for index, request in enumerate(samples):
             owner = Owner(link, key + index, request)
             self._owners[request.request_id] = self._by_key[link.index, owner.key] = owner
+            self._metrics.start(request, entry.called)
 
     def _end(self, link: Link, key: int, end: Callable[[Request], bool]) -> None:
         """Ends a request of which its front end wants nothing more."""
@@ -291,6 +315,9 @@ class EngineCore:
 
     def _get_status(self) -> dict[str, Any]:
         return vars(self.status())
+
+    def _get_metrics(self) -> dict[str, Any]:
+        return self._metrics.read(num_at_door=len(self._door.waiting))
 
     def _drain(self) -> None:
         self.draining = True
@@ -332,6 +359,7 @@ class EngineCore:
 
     _QUESTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
         "status": _get_status,
+        "metrics": _get_metrics,
         "drain": _drain,
         "abort_requests": _abort_requests,
         "flush_cache": _flush_cache,

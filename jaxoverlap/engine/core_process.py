@@ -16,7 +16,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.link import Link
@@ -40,7 +40,7 @@ class EngineSpec:
       config: fields of `EngineConfig`.
       profile_dir: where traces go; None allows none.
       progress: "module:function" of what shows the warm-up; None shows nothing.
-      log_level: of this package's log.
+      log_level: of this package's log; log_format: "text" or "json".
     """
 
     builder: str = STANDARD_BUILDER
@@ -48,6 +48,7 @@ class EngineSpec:
     profile_dir: str | None = None
     progress: str | None = None
     log_level: str = "info"
+    log_format: str = "text"
 
 
 def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[socket.socket]) -> None:
@@ -101,22 +102,28 @@ def _named(path: str) -> Callable[..., Any]:
     return getattr(importlib.import_module(module), function)
 
 
-def main() -> int:
+def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     spec, supervisor, *frontends = json.loads(sys.argv[1])
     os.dup2(2, 1)  # standard output is the supervisor's alone
     engine_spec = EngineSpec(**spec)
-    log_to_stderr("engine", engine_spec.log_level)
+    log_to_stderr("engine", engine_spec.log_level, engine_spec.log_format)
+    code = 1
     try:
         run_engine(
             engine_spec, socket.socket(fileno=supervisor), [socket.socket(fileno=number) for number in frontends]
         )
+        code = 0
     except JaxOverlapError as error:  # the supervisor has been told
         logger.debug("the engine ends", exc_info=error)
-        return 2
-    return 0
+    except Exception:
+        logger.exception("the engine has ended")
+    finally:
+        # Without waiting for threads, and without taking JAX down piece by piece.
+        logging.shutdown()
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

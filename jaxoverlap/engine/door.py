@@ -20,13 +20,14 @@ from jaxoverlap.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A request as it came: from whom, and when. `prompt`: int32."""
+    """A request as it came: from whom, when it reached the server (`called`), and when the engine. `prompt`: int32."""
 
     link: Link
     key: int
     prompt: np.ndarray
     sampling: SamplingParams
     options: RequestOptions
+    called: float
     arrival: float
 
     def options_left(self) -> RequestOptions:

@@ -63,14 +63,15 @@ class Link:
         return received
 
     def post(self, *message: Any) -> None:
+        """Sends a message, after the news that are older."""
+        self._pack_news()
         self._unsent += messages.pack(*message)
 
     def flush(self) -> None:
         """Sends what the socket takes."""
         while self.is_open and self.has_unsent:
-            if self.news and (not self._unsent or len(self.news.keys) > _MAX_JOINED):
-                self._unsent += messages.pack("news", self.news.to_wire())
-                self.news = messages.News()
+            if not self._unsent or len(self.news.keys) > _MAX_JOINED:
+                self._pack_news()
             try:
                 sent = self.socket.send(self._unsent)
             except BlockingIOError:
@@ -90,6 +91,11 @@ class Link:
             self.flush()
         self.is_open = False
         self.socket.close()
+
+    def _pack_news(self) -> None:
+        if self.news:
+            self._unsent += messages.pack("news", self.news.to_wire())
+            self.news = messages.News()
 
     def _give_up(self, error: OSError | None) -> None:
         self.is_open = False

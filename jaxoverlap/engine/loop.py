@@ -38,6 +38,7 @@ class OverlapLoop:
         """Launches at most one step, and commits what may not stay unread."""
         scheduler, in_flight, watch = self.scheduler, self.in_flight, Stopwatch()
         committed: list[StepOutput] = []
+        num_in_flight = len(in_flight)
 
         plan = scheduler.plan()
         watch.end("plan")
@@ -59,7 +60,7 @@ class OverlapLoop:
         watch.end("commit")
 
         rows, tokens = (0, 0) if plan is None else (len(plan.rows), plan.num_tokens)
-        self.times.add(StepTimes(**watch.seconds, launched_rows=rows, launched_tokens=tokens))
+        self.times.add(StepTimes(**watch.seconds, launched_rows=rows, launched_tokens=tokens, in_flight=num_in_flight))
         return StepOutput.joined(committed)
 
     def _commit_oldest(self, watch: Stopwatch) -> StepOutput:

@@ -1,7 +1,8 @@
 """What the engine's process and its front ends say to each other: msgpack arrays whose first element names the message.
 
     front end → engine
-      add       key, prompt (int32 bytes), sampling, options     its samples have the keys from this one on
+      add       key, prompt (int32 bytes), sampling, options, when it was called
+                                                                 its samples have the keys from this one on
       abort     keys                                             nothing more comes for them
       stop      key                                              the same, after a stop string in its text
       ask       question, name, arguments                        answered once

@@ -2,13 +2,13 @@
 
     number of executables = decode buckets + prefill buckets + mixed buckets
                           ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / 16) + 2)
-                            + log4(max_running) * (log2(max_mixed_tokens / 16) + 2)
+                            + log4(max_running) * (log4(max_mixed_tokens / 8) + 2)
 
 (deterministic: 1), and of the second half of a step, which chooses the tokens, at most ``2 (log4(max_running) + 2)``.
 
-Mixed steps are there while prompts come in, so their decoding rows make do with coarser buckets: powers of four,
-downward from the limit, and no fewer than four where there may be more. Their prompt tokens do not: attention far into
-a long prompt costs as much for a padded token as for a real one.
+Mixed steps are there while prompts come in, so they make do with coarser buckets. Their decoding rows come in powers
+of four, downward from the limit, and no fewer than four where there may be more. Their prompt tokens come in powers of
+four from 8 on; the scheduler cuts chunks far into a prompt to these (`SchedulerConfig.mixed_sizes`).
 
 The context is in no shape: attention follows the true lengths with loops whose bounds are data.
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxoverlap.scheduler.config import SchedulerConfig
+from jaxoverlap.scheduler.config import SchedulerConfig, sizes
 from jaxoverlap.scheduler.plan import StepPlan
 
 _SMALLEST_PREFILL = 16
@@ -48,22 +48,18 @@ class StepShape:
 
 
 class Buckets:
-    """Powers of two up to a limit, and the limit itself whatever it is; of four for decoding rows beside prompts."""
+    """Powers of two up to a limit, and the limit itself whatever it is; of four in steps that are mixed."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._only = _only_shape(config) if config.deterministic else None
         self._chunks = min(config.max_prefill_rows, config.max_running)
         self._mixed_chunks = min(config.max_mixed_chunks, config.max_running)
-        smallest = min(_SMALLEST_PREFILL, config.max_batched_tokens)
-        self.decode_rows = _sizes(1, config.max_running)
-        self.prefill_tokens = _sizes(smallest, config.max_batched_tokens)
-        self.mixed_tokens: list[int] = []
-        if config.mixed_steps and config.max_running > 1:
-            most = config.mixed_budget
-            self.mixed_tokens = _sizes(min(smallest, most), most)
-        self.mixed_rows = _every_other(_sizes(min(4, config.max_running), config.max_running))
+        self.decode_rows = sizes(1, config.max_running)
+        self.prefill_tokens = sizes(_SMALLEST_PREFILL, config.max_batched_tokens)
+        self.mixed_tokens = config.mixed_sizes if config.mixed_steps and config.max_running > 1 else ()
+        self.mixed_rows = _every_other(sizes(4, config.max_running))
         beside = self._mixed_chunks if self.mixed_tokens else 0
-        self.sample_rows = _every_other(_sizes(1, max(self._chunks, config.max_running + beside)))
+        self.sample_rows = _every_other(sizes(1, max(self._chunks, config.max_running + beside)))
 
     def __iter__(self) -> Iterator[StepShape]:
         if self._only is not None:
@@ -100,19 +96,10 @@ def _only_shape(config: SchedulerConfig) -> StepShape:
     return StepShape(tokens, prompts, rows, -(-(prompts + rows) // 16) * 16)
 
 
-def _sizes(smallest: int, largest: int) -> list[int]:
-    sizes = []
-    size = smallest
-    while size < largest:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, largest]
-
-
-def _every_other(sizes: list[int]) -> list[int]:
+def _every_other(found: tuple[int, ...]) -> tuple[int, ...]:
     """Downward from the largest."""
-    return sizes[::-2][::-1]
+    return found[::-2][::-1]
 
 
-def _round_up(value: int, sizes: list[int]) -> int:
-    return next(size for size in sizes if size >= value)
+def _round_up(value: int, found: tuple[int, ...]) -> int:
+    return next(size for size in found if size >= value)

@@ -28,7 +28,14 @@ class LaunchedStep(Protocol):
 
 
 class Runner(Protocol):
-    """Whatever executes plans, in the order in which they are launched."""
+    """Whatever executes plans, in the order in which they are launched.
+
+    Attributes:
+      compiles_after_ready: functions that had to be compiled while serving; anything but 0 is a bug.
+    """
+
+    @property
+    def compiles_after_ready(self) -> int: ...
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         """Starts a step and returns at once; of a constrained plan, the first half."""

@@ -7,6 +7,15 @@ from dataclasses import dataclass
 from jaxoverlap.request import RequestLimits
 
 
+def sizes(smallest: int, largest: int, *, factor: int = 2) -> tuple[int, ...]:
+    """From the smallest on, each `factor` times the one before, and the largest whatever it is."""
+    found = []
+    while smallest < largest:
+        found.append(smallest)
+        smallest *= factor
+    return (*found, largest)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
     """Everything the scheduler does not decide itself. Times in seconds.
@@ -18,8 +27,8 @@ class SchedulerConfig:
       max_prefill_rows: prompts that share a step at most, ≥ 1.
       mixed_steps: prompt chunks and decoding rows share steps; else a step is one or the other.
       max_mixed_tokens: prompt tokens in a step with decoding rows at most, ≥ 1.
-      context_per_token: a prompt token at position p counts as ``1 + p / context_per_token`` of max_mixed_tokens,
-        since its attention reads all before it; None counts every token as 1.
+      context_per_token: a prompt token at position p counts as about ``1 + p / context_per_token`` of
+        max_mixed_tokens, since its attention reads all before it (`policy.chunk_cost`); None counts each as 1.
       max_prefill_streak: prefill steps between two decode steps at most, where they are not mixed; None leaves it
         to `max_decode_wait`.
       max_decode_wait: where steps are not mixed, no prefill step starts once a decoding row has waited so long.
@@ -61,6 +70,11 @@ class SchedulerConfig:
     @property
     def mixed_budget(self) -> int:
         return min(self.max_mixed_tokens, self.max_batched_tokens)
+
+    @property
+    def mixed_sizes(self) -> tuple[int, ...]:
+        """Prompt tokens that steps with decoding rows are compiled for. Small ones are for chunks far into a prompt."""
+        return sizes(8, self.mixed_budget, factor=4)
 
     @property
     def max_mixed_chunks(self) -> int:

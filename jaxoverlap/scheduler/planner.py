@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxoverlap.request import Request
 from jaxoverlap.scheduler.plan import PrefillChunk, StepPlan
-from jaxoverlap.scheduler.policy import StepView, choose_step, choose_victims, chunk_len, order_by_prefix
+from jaxoverlap.scheduler.policy import StepView, choose_step, choose_victims, chunk_cost, chunk_len, order_by_prefix
 from jaxoverlap.scheduler.state import SchedulerState
 
 _NOBODY = (-1, 0, 0)
@@ -22,6 +22,7 @@ class Planner:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._mixed_sizes = state.config.mixed_sizes
         self._next_step_id = 0
         self._prefill_streak = 0
         self._last_decode = -np.inf
@@ -122,9 +123,10 @@ class Planner:
                 under_way.append(next(reversed(prefilling.values())))
             request = under_way.pop(0)
             equals = 1 + sum(other.priority == request.priority for other in under_way)
-            chunk = self._plan_chunk(request, max(1.0, budget / equals), per_token)
+            alone = equals == 1 and not chunks
+            chunk = self._plan_chunk(request, max(1.0, budget / equals), per_token, self._mixed_sizes if alone else ())
             chunks.append(chunk)
-            budget -= len(chunk.token_ids) * (1.0 if per_token is None else 1.0 + chunk.start / per_token)
+            budget -= chunk_cost(len(chunk.token_ids), chunk.start, per_token)
         return tuple(chunks)
 
     def _urgency(self, request: Request) -> tuple[int, int, int]:
@@ -140,12 +142,14 @@ class Planner:
         more_urgent = all(head.priority < request.priority for request in under_way)
         return more_urgent or (may_share and now - head.waiting_since >= self._state.config.max_prompt_wait)
 
-    def _plan_chunk(self, request: Request, budget: float, context_per_token: float | None) -> PrefillChunk:
+    def _plan_chunk(
+        self, request: Request, budget: float, context_per_token: float | None, sizes: tuple[int, ...]
+    ) -> PrefillChunk:
         state, rows, row = self._state, self._state.rows, request.row
         tokens = request.extend_ids
         assert row is not None and tokens is not None
         start = int(rows.planned_len[row])
-        end = start + chunk_len(len(tokens) - start, start, budget, context_per_token)
+        end = start + chunk_len(len(tokens) - start, start, budget, context_per_token, sizes)
         state.memory.grow(row, end)
         rows.planned_len[row] = end
         publishes = end == len(tokens)

@@ -19,6 +19,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+_READING = 12
+"""Tokens whose attention takes as long as reading the context for any number of them (docs/benchmarks.md)."""
+
 
 class StepView(NamedTuple):
     """What decides the kind of the next step.
@@ -54,15 +57,31 @@ def choose_step(
     return StepKind(prefill, not prefill)
 
 
-def chunk_len(remaining: int, start: int, budget: float, context_per_token: float | None) -> int:
-    """Prompt tokens from position `start` that fit a budget, at least 1.
+def chunk_cost(length: int, start: int, context_per_token: float | None) -> float:
+    """What a chunk from position `start` on costs, in prompt tokens that have nothing before them.
 
-    A token at position p costs ``1 + p / context_per_token``, since its attention reads what is before it; None
-    counts every token as 1.
+    Its attention to what is before it comes on top: of each token, ``start / context_per_token``, and as much as that
+    of `_READING` tokens for reading it at all. None counts every token as 1.
     """
+    return length if context_per_token is None else length + (length + _READING) * start / context_per_token
+
+
+def chunk_len(
+    remaining: int, start: int, budget: float, context_per_token: float | None, sizes: Sequence[int] = ()
+) -> int:
+    """Prompt tokens from position `start` on that a budget pays for by `chunk_cost`, at least 1.
+
+    A chunk that what is before it makes shorter has one of `sizes`, if there are any: attention is computed for as
+    many tokens as the step has room for, so a step with a token fewer would not cost less.
+    """
+    most = max(1, min(remaining, int(budget)))
     if context_per_token is None:
-        return max(1, min(remaining, int(budget)))
-    return max(1, min(remaining, int(budget / (1.0 + start / context_per_token))))
+        return most
+    share = start / context_per_token
+    length = min(most, max(1, int((budget - _READING * share) / (1.0 + share))))
+    if length == most or not sizes:
+        return length
+    return max((size for size in sizes if size <= length), default=min(sizes[0], most))
 
 
 def promised_tokens(known_len: int, max_len: int, headroom: int, num_preemptions: int) -> int:

@@ -53,6 +53,10 @@ class Scheduler:
 
     # ---------------------------------------------------------------- state
 
+    def now(self) -> float:
+        """Seconds on the scheduler's clock."""
+        return self._clock()
+
     @property
     def counters(self) -> Counters:
         return self.state.counters
@@ -277,6 +281,7 @@ class Scheduler:
             self._finish(request, FinishReason.ERROR, error=InvalidRequestError("sampling_params", None, rules))
         else:
             position = request.committed_len
+            self.counters.bad_rows += 1
             error = EngineError(f"NaN or infinite logits at position {position}: no token could be chosen")
             self._finish(request, FinishReason.ERROR, error=error)
 

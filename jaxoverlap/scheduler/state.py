@@ -24,12 +24,14 @@ class Counters:
     Attributes:
       admitted_tokens: tokens of admitted requests, again for each admission; cached_tokens: those found in the cache.
       computed_tokens: prompt tokens launched; preemptions: rows taken from requests that were not finished.
+      bad_rows: rows ended by NaN or infinite logits.
     """
 
     admitted_tokens: int = 0
     cached_tokens: int = 0
     computed_tokens: int = 0
     preemptions: int = 0
+    bad_rows: int = 0
 
 
 class SchedulerState:

@@ -65,6 +65,7 @@ class Sample:
       key: its name between front end and engine.
       pending: for its reader.
       num_ids: released so far.
+      admit_time, first_token_time: seconds of the system's monotonic clock, known with the first token.
       finish_reason: set at its end.
     """
 
@@ -77,12 +78,12 @@ class Sample:
         self._matched_token_id: int | None = None
         self._arrival = arrival
         self._assembler = OutputAssembler(tokenizer, sampling)
-        self._admit_time: float | None = None
-        self._first_token_time: float | None = None
+        self.admit_time: float | None = None
+        self.first_token_time: float | None = None
         self._finish_time: float | None = None
 
     def start(self, admit_time: float | None, first_token_time: float | None) -> None:
-        self._admit_time, self._first_token_time = admit_time, first_token_time
+        self.admit_time, self.first_token_time = admit_time, first_token_time
 
     def add(self, ids: Sequence[int], scores: Sequence[TokenScore]) -> None:
         """Takes outputs; a stop string among them finishes it."""
@@ -117,8 +118,8 @@ class Sample:
             logprobs=None if whole is None else whole.logprobs,
             cumulative_logprob=self._assembler.cumulative_logprob,
             preemptions=self.num_preemptions,
-            queue_seconds=self._since_arrival(self._admit_time),
-            first_token_seconds=self._since_arrival(self._first_token_time),
+            queue_seconds=self._since_arrival(self.admit_time),
+            first_token_seconds=self._since_arrival(self.first_token_time),
             total_seconds=self._since_arrival(self._finish_time),
         )
 
@@ -140,12 +141,14 @@ class Call:
     Args:
       request_id: for callers, operators and the log.
       keys: of its samples, one after the other.
+      arrival: seconds of the system's monotonic clock.
       prompt_ids: int32.
       max_pending: bytes that may wait for its reader; None is no bound, for a call that is read at the end.
 
     Attributes:
       started: set with its first token.
       error: what ended it early.
+      queued_time: when it was handed to the engine, on the clock of `arrival`.
       writing_since: when the message was handed over that its reader has not taken yet.
     """
 
@@ -162,6 +165,8 @@ class Call:
     ) -> None:
         self.request_id = request_id
         self.prompt_ids = prompt_ids
+        self.arrival = arrival
+        self.queued_time: float | None = None
         self.sampling = sampling
         self.samples = [
             Sample(index, key, tokenizer, sampling, arrival) for index, key in enumerate(keys)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from jaxoverlap.errors import ConfigError
-from jaxoverlap.observe.logs import LEVELS
+from jaxoverlap.observe.logs import FORMATS, LEVELS
 from jaxoverlap.server.address import Address
 
 
@@ -35,7 +36,10 @@ class ServerConfig:
       stall_timeout: seconds without a step, with work pending, after which health says NOT_SERVING.
       grace: seconds that running calls get when the server is asked to stop.
       profile_dir: where `StartProfile` writes; None refuses it.
-      log_level: "debug", "info", "warning" or "error".
+      metrics_port: of Prometheus metrics over HTTP, 0 takes a free one; None serves none.
+      metrics_host: where that port is; they have numbers only, and no TLS.
+      otlp_traces_endpoint: URL of an OpenTelemetry collector for traces, by OTLP over HTTP; None sends none.
+      log_level: "debug", "info", "warning" or "error"; log_format: "text" or "json", an object a line.
 
     Raises:
       ConfigError: a value out of range, or settings that do not go together.
@@ -62,7 +66,11 @@ class ServerConfig:
     stall_timeout: float = 30.0
     grace: float = 30.0
     profile_dir: str | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    otlp_traces_endpoint: str | None = None
     log_level: str = "info"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -71,6 +79,7 @@ class ServerConfig:
             ("max_streams_per_connection", 1, 1_000_000),
             ("max_prompt_tokens", 1, 2**24),
             ("max_output_tokens", 1, 2**24),
+            ("metrics_port", 0, 65535),
         ):
             _check_int(name, getattr(self, name), low, high)
         for name, most in (
@@ -82,10 +91,12 @@ class ServerConfig:
             _check_real(name, getattr(self, name), most)
         if self.grace != 0:
             _check_real("grace", self.grace, math.inf)
-        if self.log_level not in LEVELS:
-            raise ConfigError(f"log_level: {self.log_level!r} is not allowed; use one of {', '.join(LEVELS)}")
+        for name, allowed in (("log_level", LEVELS), ("log_format", FORMATS)):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; use one of {', '.join(allowed)}")
         self._check_files()
         self._check_addresses()
+        self._check_tracing()
 
     @property
     def address(self) -> Address:
@@ -126,6 +137,20 @@ class ServerConfig:
             raise ConfigError("frontends: a unix socket can't be shared; use 1, or a port")
         if self.frontends > 1 and self.in_process:
             raise ConfigError("frontends: there is one when everything is in_process")
+
+    def _check_tracing(self) -> None:
+        url = self.otlp_traces_endpoint
+        if url is None:
+            return
+        if not url.startswith(("http://", "https://")):
+            allowed = "use a URL such as http://127.0.0.1:4318/v1/traces"
+            raise ConfigError(f"otlp_traces_endpoint: {url!r} is not allowed; {allowed}")
+        try:
+            found = find_spec("opentelemetry.sdk.trace") and find_spec("opentelemetry.exporter.otlp.proto.http")
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise ConfigError("otlp_traces_endpoint: OpenTelemetry is not installed; pip install 'jaxoverlap[otel]'")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

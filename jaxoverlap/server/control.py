@@ -1,10 +1,11 @@
 """What the supervisor and its processes say to each other, over a socket each: msgpack arrays, as `engine.messages`.
 
-    supervisor → front end   stop  seconds          end open calls, let answers leave for so long, and exit
+    supervisor → front end   stop  seconds, drained end open calls, let answers leave for so long, and exit; if the
+                                                    engine has drained, what it has said ends them
     front end → supervisor   ready                  it listens, and the engine is ready
                              failed  text           why it is about to exit
-    supervisor → engine      ask  … "drain"         see `engine.messages`
-    engine → supervisor      ready, status, failed
+    supervisor → engine      ask  … "drain", "metrics"    see `engine.messages`
+    engine → supervisor      ready, status, answer, failed
 
 The end of the socket is a message too: to a child, that its supervisor is gone.
 """

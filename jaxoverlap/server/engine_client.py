@@ -16,6 +16,7 @@ from typing import Any
 from jaxoverlap.engine import messages
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
 from jaxoverlap.errors import AbortedError, EngineError, JaxOverlapError, ServerUnavailableError
+from jaxoverlap.observe.logs import about
 from jaxoverlap.outputs import FinishReason, TokenScore
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.server.calls import Call, Sample
@@ -86,9 +87,10 @@ class EngineClient:
         self.check_open()
         if not self._samples and not self.status.has_work:
             self._heard = time.monotonic()  # nothing was expected until now
+        call.queued_time = time.monotonic()
         self._samples |= {sample.key: (call, sample) for sample in call.samples}
-        prompt = call.prompt_ids.tobytes()
-        self._send("add", call.samples[0].key, prompt, messages.sampling_to_wire(call.sampling), vars(options))
+        prompt, sampling = call.prompt_ids.tobytes(), messages.sampling_to_wire(call.sampling)
+        self._send("add", call.samples[0].key, prompt, sampling, vars(options), call.arrival)
 
     def abandon(self, call: Call) -> None:
         """Nothing of a call is wanted any more; what the engine still does for it ends."""
@@ -207,7 +209,8 @@ class EngineClient:
             try:
                 self._feed(call, sample, ids.get(key, []), scores.get(key, []), ended.get(key))
             except Exception:
-                logger.exception("request %s: its output could not be put together", call.request_id)
+                text = "request %s: its output could not be put together"
+                logger.exception(text, call.request_id, extra=about(call.request_id))
                 call.fail(EngineError("internal error; the server's log says more"))
                 self.abandon(call)
             woken.add(call)

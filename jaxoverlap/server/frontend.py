@@ -14,6 +14,7 @@ import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -36,6 +37,9 @@ from jaxoverlap.server.tls import server_credentials
 from jaxoverlap.server.tokens import Gatekeeper, TokenFile
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import admin_service_pb2_grpc, generate_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from jaxoverlap.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +70,14 @@ class FrontEnd:
         )
         self._credentials = server_credentials(config)
         self._servers: list[grpc.aio.Server] = []
+        self._tracing: Tracing | None = None
+        if config.otlp_traces_endpoint is not None:
+            from jaxoverlap.server.tracing import Tracing  # an extra
+
+            self._tracing = Tracing(config.otlp_traces_endpoint)
         self._announced = False
+        self._stop_seconds: float | None = None
+        self._is_drained = False
 
     async def run(self, engine_socket: socket.socket, supervisor_socket: socket.socket) -> int:
         """Serves until it ends; returns the process's exit code."""
@@ -84,8 +95,9 @@ class FrontEnd:
             ),
             self._threads,
             self._instance.request_prefix(self._index),
+            self._tracing,
         )
-        tasks: list[asyncio.Task[float | None]] = []
+        tasks: list[asyncio.Task[None]] = []
         try:
             await self._health.update()
             await self._listen()
@@ -94,11 +106,17 @@ class FrontEnd:
                 asyncio.create_task(self._follow_supervisor()),
                 asyncio.create_task(self._keep_house()),
             ]
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            # The supervisor's word counts, should the engine end at the same moment.
-            seconds = next((task.result() for task in tasks if task in done and task.result() is not None), None)
-            await self._stop(_LAST_WORDS_SECONDS if seconds is None else seconds)
-            return 0 if seconds is not None else 1
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done() and task.exception() is not None:
+                    logger.error("the front end has failed", exc_info=task.exception())
+            if self._stop_seconds is None:
+                await self._stop(_LAST_WORDS_SECONDS)
+                return 1
+            if self._is_drained:
+                await self._hear_all(self._stop_seconds)
+            await self._stop(self._stop_seconds)
+            return 0
         except ConfigError as error:
             self._supervisor.send("failed", str(error))
             await self._stop(0)
@@ -108,6 +126,8 @@ class FrontEnd:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._threads.shutdown(wait=False, cancel_futures=True)
+            if self._tracing is not None:
+                await self._tracing.close()
             writer.close()
             self._supervisor.close()
 
@@ -116,13 +136,13 @@ class FrontEnd:
     async def _follow_engine(self) -> None:
         await self._engine.run()
 
-    async def _follow_supervisor(self) -> float | None:
-        """Returns how long answers may take to leave, when it is time to stop; None if the supervisor is gone."""
+    async def _follow_supervisor(self) -> None:
+        """Returns when it is time to stop, or the supervisor is gone."""
         async for message in self._supervisor.received():
             match message:
-                case ["stop", seconds]:
-                    return seconds
-        return None
+                case ["stop", seconds, drained]:
+                    self._stop_seconds, self._is_drained = seconds, drained
+                    return
 
     async def _keep_house(self) -> None:
         while True:
@@ -188,12 +208,19 @@ class FrontEnd:
                 os.umask(umask)
         await server.start()
 
+    async def _hear_all(self, seconds: float) -> None:
+        """The supervisor may know first that the engine has drained: its last words are still on their way to us."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._engine.until(lambda status: status.draining and not status.has_work), seconds)
+
     async def _stop(self, seconds: float) -> None:
         """Ends what still waits for the engine, and gives the rest so long to reach its readers."""
         await self._health.update()
         await self._health.servicer.enter_graceful_shutdown()
         self._engine.fail_all(ServerUnavailableError("the server is shutting down"))
-        await asyncio.gather(*(server.stop(seconds) for server in self._servers))
+        stops = [asyncio.create_task(server.stop(seconds)) for server in self._servers]
+        if stops:  # bounded once more, should a call not let go
+            await asyncio.wait(stops, timeout=seconds + _LAST_WORDS_SECONDS)
 
 
 def _options(config: ServerConfig) -> list[tuple[str, int]]:

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from jaxoverlap.observe.logs import log_to_stderr
 from jaxoverlap.server.address import Address
@@ -44,15 +44,23 @@ async def run_frontend(spec: FrontEndSpec, engine: socket.socket, supervisor: so
     return await frontend.run(engine, supervisor)
 
 
-def main() -> int:
+def main() -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     described, engine, supervisor = json.loads(sys.argv[1])
     os.dup2(2, 1)
     spec = FrontEndSpec(**described)
-    log_to_stderr(f"front end {spec.index}", spec.config["log_level"])
-    return asyncio.run(run_frontend(spec, socket.socket(fileno=engine), socket.socket(fileno=supervisor)))
+    log_to_stderr(f"front end {spec.index}", spec.config["log_level"], spec.config["log_format"])
+    code = 1
+    try:
+        code = asyncio.run(run_frontend(spec, socket.socket(fileno=engine), socket.socket(fileno=supervisor)))
+    except Exception:
+        logger.exception("the front end has failed")
+    finally:
+        # Without waiting for threads: one may be at a prompt that takes long.
+        logging.shutdown()
+        os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

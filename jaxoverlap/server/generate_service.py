@@ -14,12 +14,13 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import numpy as np
 
 from jaxoverlap.errors import DeadlineError, InvalidRequestError
+from jaxoverlap.observe.logs import about
 from jaxoverlap.outputs import CompletionOutput, RequestOutput
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.sampling_params import SamplingParams
@@ -31,6 +32,9 @@ from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.v1 import generate_service_pb2_grpc
 from jaxoverlap.wire import answers, requests
+
+if TYPE_CHECKING:
+    from jaxoverlap.server.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +73,7 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
 
     Args:
       name_prefix: a request's id is this and a number.
+      tracing: is told of each call that has ended; None if nobody wants to know.
 
     Attributes:
       model: set when the engine is ready.
@@ -76,12 +81,18 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
     """
 
     def __init__(
-        self, engine: EngineClient, admission: Admission, limits: CallLimits, threads: Executor, name_prefix: str
+        self,
+        engine: EngineClient,
+        admission: Admission,
+        limits: CallLimits,
+        threads: Executor,
+        name_prefix: str,
+        tracing: Tracing | None = None,
     ) -> None:
         self.model: ServedModel | None = None
         self.streams: set[Call] = set()
         self._engine, self._admission, self._limits = engine, admission, limits
-        self._threads, self._name_prefix = threads, name_prefix
+        self._threads, self._name_prefix, self._tracing = threads, name_prefix, tracing
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         async with self._running(request.generation, context, stream=False) as call:
@@ -144,7 +155,11 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
                 raise DeadlineError("the deadline passed before the request could be queued")
             self._engine.submit(call, requests.request_options(given, timeout=time_left))
             logger.debug(
-                "request %s (%r to its caller): %d prompt tokens", call.request_id, given.client_request_id, len(ids)
+                "request %s (%r to its caller): %d prompt tokens",
+                call.request_id,
+                given.client_request_id,
+                len(ids),
+                extra=about(call.request_id, client_request_id=given.client_request_id, prompt_tokens=len(ids)),
             )
             try:
                 yield call
@@ -154,7 +169,26 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
                 raise call.error from None  # `Call.fail` cancelled it
             finally:
                 self._engine.abandon(call)
-                logger.debug("request %s ended, %d outputs", call.request_id, sum(s.num_ids for s in call.samples))
+                self._log_end(call)
+                if self._tracing is not None:
+                    method = "GenerateStream" if stream else "Generate"
+                    self._tracing.record(call, method, model.name, context.invocation_metadata() or ())
+
+    def _log_end(self, call: Call) -> None:
+        num_ids, seconds = sum(sample.num_ids for sample in call.samples), time.monotonic() - call.arrival
+        logger.debug(
+            "request %s ended after %.3f s, %d outputs",
+            call.request_id,
+            seconds,
+            num_ids,
+            extra=about(
+                call.request_id,
+                output_tokens=num_ids,
+                seconds=round(seconds, 6),
+                finish_reasons=[sample.finish_reason for sample in call.samples],
+                error=None if call.error is None else type(call.error).__name__,
+            ),
+        )
 
     def _ready_model(self) -> ServedModel:
         self._engine.check_open()

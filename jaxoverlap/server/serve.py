@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import time
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from jaxoverlap.engine.core_process import EngineSpec
 from jaxoverlap.errors import JaxOverlapError
@@ -16,6 +18,11 @@ from jaxoverlap.server.address import Address, reserved
 from jaxoverlap.server.config import ServerConfig
 from jaxoverlap.server.parts import ENGINE_MODULE, FRONTEND_MODULE, EngineThread, FrontEndTask, ProcessPart
 from jaxoverlap.server.supervisor import Part, Supervisor
+
+if TYPE_CHECKING:
+    from jaxoverlap.server.metrics import EngineCollector
+
+logger = logging.getLogger(__name__)
 
 
 class ServerFailure(JaxOverlapError):
@@ -36,7 +43,14 @@ def serve(config: ServerConfig, engine: EngineSpec, on_ready: Callable[[str, Add
         address = stack.enter_context(reserved(config.address))
         admin = config.admin_address
         admin_address = None if admin is None else stack.enter_context(reserved(admin))
-        failure = asyncio.run(_run(config, engine, address, admin_address, on_ready))
+        collector = None
+        if config.metrics_port is not None:
+            from jaxoverlap.server.metrics import EngineCollector, serving_metrics  # a tenth of a second
+
+            collector = EngineCollector()
+            port = stack.enter_context(serving_metrics(config.metrics_host, config.metrics_port, collector))
+            logger.info("metrics at http://%s/metrics", Address(config.metrics_host, port))
+        failure = asyncio.run(_run(config, engine, address, admin_address, collector, on_ready))
     if failure is not None:
         raise ServerFailure(failure)
 
@@ -46,6 +60,7 @@ async def _run(
     engine: EngineSpec,
     address: Address,
     admin_address: Address | None,
+    collector: EngineCollector | None,
     on_ready: Callable[[str, Address], None],
 ) -> str | None:
     instance = {"instance_id": uuid.uuid4().hex[:12], "started": time.monotonic(), "grace": config.grace}
@@ -83,5 +98,7 @@ async def _run(
         grace=config.grace,
         on_ready=lambda model: on_ready(model, address),
     )
+    if collector is not None:
+        collector.connect(supervisor.metrics)
     await supervisor.run()
     return supervisor.failure

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import signal
 import socket
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from jaxoverlap.errors import ServerUnavailableError
 from jaxoverlap.server.control import Control
 
 logger = logging.getLogger(__name__)
@@ -68,6 +70,10 @@ class Supervisor:
         self._controls: dict[Part, Control] = {}
         self._events: asyncio.Queue[tuple[Part | None, list[Any]]] = asyncio.Queue()
         self._exits: dict[Part, asyncio.Task[int]] = {}
+        self._is_drained = False
+        self._engine_is_ready = False
+        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._question_ids = itertools.count()
         self.failure: str | None = None
 
     async def run(self) -> int:
@@ -94,9 +100,35 @@ class Supervisor:
                 control.close()
         return STOPPED if self.failure is None else FAILED
 
+    async def metrics(self) -> dict[str, Any]:
+        """The engine's own, as `EngineMetrics.read` gives them.
+
+        Raises:
+          ServerUnavailableError: it is not ready, or is gone.
+        """
+        if not self._engine_is_ready or self._exits[self._engine].done():
+            raise ServerUnavailableError("there is no engine that could answer")
+        question = self._ask_engine("metrics")
+        answer = self._questions[question] = asyncio.get_running_loop().create_future()
+        try:
+            return await answer
+        finally:
+            del self._questions[question]
+
+    def _ask_engine(self, name: str) -> int:
+        question = next(self._question_ids)
+        self._controls[self._engine].send("ask", question, name, [])
+        return question
+
     async def _listen_to(self, part: Part) -> None:
         async for message in self._controls[part].received():
-            self._events.put_nowait((part, message))
+            match message:
+                case ["answer", question, value, _]:
+                    answer = self._questions.get(question)
+                    if answer is not None and not answer.done():
+                        answer.set_result(value)
+                case _:
+                    self._events.put_nowait((part, message))
         code = await self._exits[part]
         self._events.put_nowait((part, ["gone", code]))
 
@@ -120,14 +152,16 @@ class Supervisor:
                         return 0.0
                     logger.info("%s: draining", signal.Signals(number).name)
                     deadline = time.monotonic() + self._grace
-                    self._controls[self._engine].send("ask", 0, "drain", [])
+                    self._ask_engine("drain")
                 case (part, ["ready", *facts]) if part is not None:
-                    model = facts[0]["name"] if facts else model
+                    if part is self._engine:
+                        model, self._engine_is_ready = facts[0]["name"], True
                     awaited.discard(part)
                     if not awaited:
                         self._on_ready(model)
                 case (_, ["status", status]):
                     if deadline is not None and status["draining"] and not status["has_work"]:
+                        self._is_drained = True
                         return max(_FLUSH_SECONDS, deadline - time.monotonic())
                 case (part, ["failed", text]):
                     self.failure = text
@@ -147,7 +181,7 @@ class Supervisor:
             flush = _FLUSH_SECONDS
         else:
             for frontend in self._frontends:
-                self._controls[frontend].send("stop", flush)
+                self._controls[frontend].send("stop", flush, self._is_drained)
         await self._all_gone(self._frontends, flush + _EXIT_SECONDS)
         self._controls[self._engine].close()
         await self._all_gone([self._engine], _EXIT_SECONDS)

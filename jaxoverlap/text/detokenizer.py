@@ -8,7 +8,8 @@ no part of it, so a first token that begins with a word boundary loses its space
   incremental UTF-8 decoder is exact, and the cost of a token does not depend on what came before.
 - Others: the tokens of the last delta are decoded again together with the new ones, and the new text
   is what follows. Byte tokens (`<0xE6>`) wait for the end of their run, because one bad byte turns
-  the whole run into U+FFFD.
+  the whole run into U+FFFD. Where tokens are bytes and decoding does more than join them, part of a
+  character waits for the rest. A U+FFFD that the model itself says waits for nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from collections.abc import Iterable
 
 from jaxoverlap.errors import InvalidRequestError
 from jaxoverlap.text.tokenizer import Tokenizer
-
-_INCOMPLETE = "\ufffd"
 
 
 class IncrementalDetokenizer:
@@ -87,25 +86,29 @@ class _WindowStream:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
         self._shown = 0
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        """Follows the bytes of byte-level tokens, to know whether a character is complete."""
 
     def add(self, ids: list[int]) -> str:
         self._ids += ids
         if not ids or self._tokenizer.is_byte_token(ids[-1]):
             return ""
-        return self._advance(final=False)
+        if self._tokenizer.has_byte_alphabet:
+            self._utf8.decode(b"".join(self._tokenizer.token_bytes(i) or b"" for i in ids))
+            if self._utf8.getstate()[0]:
+                return ""
+        return self._advance()
 
     @property
     def is_waiting(self) -> bool:
         return self._shown < len(self._ids)
 
     def finish(self) -> str:
-        return self._advance(final=True)
+        return self._advance()
 
-    def _advance(self, *, final: bool) -> str:
+    def _advance(self) -> str:
         before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=False)
         after = self._tokenizer.decode(self._ids, skip_special_tokens=False)
-        if after.endswith(_INCOMPLETE) and not final:
-            return ""
         self._ids = self._ids[self._shown :]
         self._shown = len(self._ids)
         return after[len(before) :]

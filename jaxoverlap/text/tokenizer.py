@@ -31,7 +31,7 @@ class Tokenizer:
       adds_bos: `encode` puts it before a text.
       eos_token_ids: the ids that the tokenizer itself calls ends; a model's `ModelConfig` may know more.
       special_ids: ids that `skip_special_tokens` hides; special_tokens: the same by how they are written.
-      is_byte_level: every token stands for bytes by itself, and decoding joins these bytes.
+      has_byte_alphabet: every token stands for bytes by itself; is_byte_level: and decoding joins these, no more.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Tokenizer:
         self.special_tokens = {token.content: token_id for token_id, token in added.items() if token.special}
         self.special_ids = frozenset(self.special_tokens.values())
         self.is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
-        self._has_byte_alphabet = "ByteLevel(" in repr(backend.decoder)
+        self.has_byte_alphabet = "ByteLevel(" in repr(backend.decoder)
         self._chat_template = chat_template
         self._bytes_of_id: dict[int, bytes | None] = {}
 
@@ -142,7 +142,7 @@ class Tokenizer:
     def is_byte_token(self, token_id: int) -> bool:
         """The token is one byte in writing, such as `<0x0A>` (tokenizers with byte fallback)."""
         token = self.backend.id_to_token(token_id)
-        return not self._has_byte_alphabet and token is not None and _BYTE_TOKEN.fullmatch(token) is not None
+        return not self.has_byte_alphabet and token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
     def apply_chat_template(self, chat: ChatPrompt) -> list[int]:
         """The prompt ids of a chat, equal to transformers' `apply_chat_template(tokenize=True)`.
@@ -161,7 +161,7 @@ class Tokenizer:
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None
         if token is None:
             return None
-        if self._has_byte_alphabet:
+        if self.has_byte_alphabet:
             # As the byte-level decoder does it: a token with any character outside the alphabet is plain text.
             mapped = [_BYTE_OF_CHAR.get(char) for char in token]
             return token.encode() if None in mapped else bytes(byte for byte in mapped if byte is not None)

@@ -95,11 +95,22 @@ def test_help_names_every_option(cli, command, monkeypatch):
         assert len(line.split()) > 6, "no help"
 
 
-@pytest.mark.parametrize("args", [["--help"], ["generate", "--help"], ["batch", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["batch", "--help"],
+        ["chat", "--help"],
+        ["client", "batch", "--help"],
+        ["--version"],
+    ],
+)
 def test_help_loads_nothing_heavy(args):
     code = (
         "import sys, atexit; from jaxoverlap.cli.main import main; "
-        "atexit.register(lambda: print([m for m in ('jax', 'flax', 'transformers', 'torch') if m in sys.modules])); "
+        "heavy = 'jax', 'flax', 'transformers', 'torch', 'grpc'; "
+        "atexit.register(lambda: print([m for m in heavy if m in sys.modules])); "
         f"sys.argv[1:] = {args}; main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)

@@ -42,7 +42,7 @@ def test_a_chat_goes_on_with_an_answer_and_shows_tools(cli, monkeypatch):
     assert begun.stdout == answer_to("user: Hi\nassistant: Well, ").removesuffix("\n") + "\n"
     bare = cli("generate", "--chat", "Hi", "--no-generation-prompt", "--seed", 7, "-q")
     assert bare.stdout == answer_to("user: Hi\n").removesuffix("\n") + "\n"
-    monkeypatch.setattr(toy, "TEMPLATE", "{{ tools | tojson }}{{ documents | tojson }}{{ mood }}")
+    monkeypatch.setattr("tests.toy_tokenizer.TEMPLATE", "{{ tools | tojson }}{{ documents | tojson }}{{ mood }}")
     told = ["--tools", '[{"name": "f"}]', "--documents", '[{"text": "d"}]', "--chat-template-kwargs", '{"mood": "x"}']
     result = cli("generate", "--chat", "Hi", *told, "--seed", 7, "-q")
     assert result.stdout == answer_to('[{"name": "f"}][{"text": "d"}]x').removesuffix("\n") + "\n"

@@ -11,6 +11,13 @@ from tests.cli.test_batch import item
 
 pytestmark = pytest.mark.real_model
 REAL = "jaxoverlap.cli.main"
+SCHEMA = {
+    "type": "object",
+    "properties": {"capital": {"type": "string", "maxLength": 12}},
+    "required": ["capital"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA}}
 
 
 def test_the_first_question(start):
@@ -27,6 +34,18 @@ def test_a_batch(start, tmp_path):
     lines = [
         item("text", "The capital of France is", temperature=0, max_tokens=8),
         {"custom_id": "chat", "body": {"messages": chat, "temperature": 0}},
+        item(
+            "best",
+            "The capital of France is",
+            n=2,
+            best_of=3,
+            logprobs=1,
+            prompt_logprobs=0,
+            stop=".",
+            max_tokens=8,
+            ignore_eos=True,
+        ),
+        {"custom_id": "json", "body": {"messages": chat, "response_format": FORMAT, "temperature": 0}},
         item("bad", top_p=3),
         item("vocabulary", [10**6]),
         item("long", "one " * 9000),
@@ -36,12 +55,21 @@ def test_a_batch(start, tmp_path):
     process = start(*args, module=REAL)
     _, stderr = process.communicate(timeout=300)
     assert process.returncode == 1, stderr
-    assert len(stderr.splitlines()) == 2 and b"finished: 2 done, 3 failed, 0 skipped" in stderr
-    text, chat, *errors = read_answers(out)
+    assert len(stderr.splitlines()) == 2 and b"finished: 4 done, 3 failed, 0 skipped" in stderr
+    text, chat, best, structured, *errors = read_answers(out)
     assert "Paris" in text["response"]["body"]["choices"][0]["text"]
     assert text["response"]["body"]["model"] == "SmolLM2-135M-Instruct"
     choice = chat["response"]["body"]["choices"][0]
     assert "Paris" in choice["message"]["content"] and choice["finish_reason"] == "stop"
+    first, second = best["response"]["body"]["choices"]
+    sums = [sum(choice["logprobs"]["token_logprobs"]) for choice in (first, second)]
+    assert sums[0] >= sums[1] and first["prompt_logprobs"][0] is None and len(first["prompt_logprobs"]) == 5
+    for choice in (first, second):
+        assert "." not in choice["text"]
+        stopped = "." in choice["logprobs"]["tokens"][-1]
+        assert (choice["stop_reason"], choice["finish_reason"]) == ((".", "stop") if stopped else (None, "length"))
+    answer = json.loads(structured["response"]["body"]["choices"][0]["message"]["content"])
+    assert set(answer) == {"capital"} and len(answer["capital"]) <= 12
     params = [error["response"]["body"]["error"]["param"] for error in errors]
     assert params == ["body.top_p", "body.prompt[0]", "body.prompt"]
 

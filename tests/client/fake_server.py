@@ -4,6 +4,7 @@ It answers "abc" with "<abc>", one character to a token and the character's numb
 asked for. A prompt of ids is shown as they are, a chat by its messages' contents.
 
     server.faults.append(error)   the next generation ends with that error; `AfterFirst(error)` after a first delta
+    server.late_with = 4          a prompt "late" ends with a DeadlineError, once so many calls are there
     server.hold()                 generations begun from now on stay open until `server.release()`, after a first delta
 """
 
@@ -21,7 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from jaxoverlap.errors import ConflictError, InvalidRequestError, JaxOverlapError
+from jaxoverlap.errors import ConflictError, DeadlineError, InvalidRequestError, JaxOverlapError
 from jaxoverlap.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, TokenLogprob
 from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.sampling_params import SamplingParams
@@ -33,6 +34,9 @@ from jaxoverlap.v1 import (
 )
 from jaxoverlap.wire import answers, statuses
 from jaxoverlap.wire.requests import Generation, prompt_of, sampling_params
+
+PATIENCE = 60.0
+"""Seconds after which what should happen at once is taken not to happen."""
 
 NAME, MAX_MODEL_LEN, SEED = "fake", 64, 2**64 - 5
 SERVICE = "jaxoverlap.v1.GenerateService"
@@ -65,6 +69,10 @@ class Call:
     metadata: dict[str, str]
     seconds_left: float | None
     cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def is_cancelled(self) -> bool:
+        """Waits for it."""
+        return self.cancelled.wait(PATIENCE)
 
 
 def abort(context: grpc.ServicerContext, error: JaxOverlapError) -> None:
@@ -132,6 +140,7 @@ class FakeServer(generate_service_pb2_grpc.GenerateServiceServicer, admin_servic
         self.admin_calls: list[Any] = []
         self.admin_faults: deque[JaxOverlapError] = deque()
         self.open = self.most_open = 0
+        self.late_with = 0
         self.seconds = 0.0
         """What a unary generation takes at least."""
         self.token, self.ready = token, True
@@ -171,7 +180,7 @@ class FakeServer(generate_service_pb2_grpc.GenerateServiceServicer, admin_servic
         self.release()
 
     def wait_for_calls(self, count: int) -> None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while len(self.calls) < count:
             assert time.monotonic() < deadline, f"{len(self.calls)} calls, not {count}"
             time.sleep(0.005)
@@ -312,6 +321,9 @@ class _Generation:
         try:
             if isinstance(fault, JaxOverlapError):
                 abort(context, fault)
+            if generation.text == "late":
+                server.wait_for_calls(server.late_with)
+                abort(context, DeadlineError("late"))
             if generation.model not in ("", NAME):
                 abort(context, InvalidRequestError("model", generation.model, f"served is {NAME}"))
             try:

@@ -84,7 +84,7 @@ def test_too_slow_a_reader_is_told_from_a_full_service(client, server):
     server.faults.append(AfterFirst(QueueFullError("nobody read for 60 s")))
     stream = client.stream("abc")
     next(stream)
-    with pytest.raises(QueueFullError, match="nobody read"):
+    with pytest.raises(AbortedError, match="nobody read"):
         list(stream)
 
 
@@ -165,13 +165,16 @@ def test_lists_wait_for_a_full_service_and_single_prompts_do_not(connect, server
     assert output.text == "<abc>"
 
 
-def test_no_pause_outlasts_the_deadline(client, server):
+def test_no_pause_outlasts_the_deadline(connect, server):
+    client = connect(server.target, max_retries=99)
     script = client.script_time()
-    server.faults.extend([UNAVAILABLE] * 9)
+    server.faults.extend([UNAVAILABLE] * 20)
     with pytest.raises(ServerUnavailableError):
-        list(client.stream("abc", None, RequestOptions(timeout=1.0)))
-    assert script.pauses == [FIRST_PAUSE, 2 * FIRST_PAUSE]
-    assert [round(call.seconds_left, 1) for call in server.calls] == [1.0, 0.8, 0.4]
+        list(client.stream("abc", None, RequestOptions(timeout=20.0)))
+    assert script.pauses == [0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0], "the next would end after 21.2 s"
+    left = [20.0 - sum(script.pauses[:tries]) for tries in range(8)]
+    # gRPC rounds what is above 10 s up to whole seconds.
+    assert all(-1.1 < told - call.seconds_left < 3.0 for told, call in zip(left, server.calls, strict=True))
 
 
 def test_the_timeout_is_the_deadline(connect, server):
@@ -185,7 +188,7 @@ def test_the_timeout_is_the_deadline(connect, server):
             begun = time.monotonic()
             with pytest.raises(DeadlineError):
                 list(work("abc", None, options))
-            assert 0.15 < time.monotonic() - begun < 3.0
+            assert 0.15 < time.monotonic() - begun < 30.0
     assert all(0 < call.seconds_left < 0.3 for call in server.calls)
 
 

@@ -14,18 +14,17 @@ from jaxoverlap import (
     Client,
     DeadlineError,
     InvalidRequestError,
-    RequestOptions,
     SamplingParams,
     ServerUnavailableError,
 )
 from tests.client.fake_server import MAX_MODEL_LEN
 
-ANY, SOON_LATE = SamplingParams(), RequestOptions(timeout=0.3)
+ANY = SamplingParams()
 
 
 def all_cancelled(server, count):
     server.wait_for_calls(count)
-    return all(call.cancelled.wait(5.0) for call in server.calls)
+    return all(call.is_cancelled() for call in server.calls)
 
 
 def test_no_more_calls_than_allowed(connect, server):
@@ -99,10 +98,11 @@ def test_a_service_that_is_gone_ends_the_whole(connect, server):
 
 def test_the_first_error_of_a_list_cancels_the_others(client, server):
     server.hold()
-    options = [RequestOptions()] * 3 + [SOON_LATE]
+    server.late_with = 4
     with pytest.raises(DeadlineError):
-        client.generate(["a", "b", "c", "d"], None, options)
-    assert len(server.calls) == 4 and all_cancelled(server, 4)
+        client.generate(["a", "b", "late", "c"])
+    assert len(server.calls) == 4
+    assert all(call.is_cancelled() for call in server.calls if call.generation.text != "late")
 
 
 def test_leaving_a_stream_cancels_its_call(client, server):
@@ -135,11 +135,13 @@ def test_dropping_an_asynchronous_stream_cancels_its_call(server):
 
 def test_leaving_generate_each_cancels_what_is_under_way(client, server):
     server.hold()
-    results = client.generate_each([("late", ANY, SOON_LATE)] + [("abc", ANY)] * 5)
+    server.late_with = 6
+    results = client.generate_each([("late", ANY)] + [("abc", ANY)] * 5)
     index, error = next(results)
     assert index == 0 and isinstance(error, DeadlineError)
     results.close()
-    assert len(server.calls) == 6 and all_cancelled(server, 6)
+    assert len(server.calls) == 6
+    assert all(call.is_cancelled() for call in server.calls if call.generation.text != "late")
 
 
 def test_a_stream_that_was_read_to_its_end_is_not_cancelled(client, server):

@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import trustme
 
 from jaxoverlap import (
     AbortedError,
+    AccessDeniedError,
     AsyncClient,
     Client,
     ConflictError,
@@ -17,6 +19,7 @@ from jaxoverlap import (
     InvalidRequestError,
     RequestOptions,
     SamplingParams,
+    ServerUnavailableError,
 )
 from jaxoverlap.client import Health
 from tests.server import rig as rigs
@@ -173,3 +176,25 @@ def test_what_the_service_says_of_itself(client, rig):
     assert len(snapshot.pages) == snapshot.free == 600 and snapshot.to_svg().startswith("<svg")
     with pytest.raises(ConflictError, match="--profile-dir"):
         client.start_profile()
+
+
+def test_a_service_with_tls_and_tokens(tmp_path):
+    authority, token = trustme.CA(), tmp_path / "tokens"
+    certificate = authority.issue_cert("127.0.0.1")
+    certificate.private_key_pem.write_to_path(str(tmp_path / "key"))
+    certificate.cert_chain_pems[0].write_to_path(str(tmp_path / "cert"))
+    token.write_text("secret\n")
+    tls = {"tls_cert": str(tmp_path / "cert"), "tls_key": str(tmp_path / "key")}
+    root = authority.cert_pem.bytes()
+    with rigs.running(**tls, token_file=str(token)) as rig:
+        with Client(rig.target, root_certificates=root, token="secret", progress=False) as client:
+            assert client.generate("Once", PARAMS)[0].token_ids == answer_to(toy.make_tokenizer().encode("Once"))
+            with pytest.raises(AccessDeniedError):
+                client.load()  # there are no operators' tokens
+        with (
+            Client(rig.target, root_certificates=root, token="guess", progress=False) as client,
+            pytest.raises(AccessDeniedError),
+        ):
+            client.generate("Once", PARAMS)
+        with Client(rig.target, progress=False, max_retries=0) as client, pytest.raises(ServerUnavailableError):
+            client.generate("Once", PARAMS)

@@ -8,8 +8,10 @@ rounding moves, so all 512 ids are compared.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxoverlap import LLM, FinishReason, SamplingParams
@@ -30,8 +32,21 @@ def llm():
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_greedy_ids_equal_those_of_transformers_in_one_batch(llm, lookahead):
     llm.engine.loop.lookahead = lookahead
-    outputs = llm.generate([item["prompt_ids"] for item in ITEMS], GREEDY)
+    outputs = llm.generate([item["prompt_ids"] for item in ITEMS], replace(GREEDY, logprobs=2))
     assert [output.token_ids for output in outputs] == [item["output_ids"] for item in ITEMS]
+    for output, item in zip(outputs, ITEMS, strict=True):
+        assert all(position.top[0] == position.chosen for position in output.logprobs)
+        chosen = [position.chosen.logprob for position in output.logprobs]
+        np.testing.assert_allclose(chosen, item["logprobs"], atol=2e-3)
+
+
+def test_log_probabilities_of_a_prompt_equal_those_of_transformers(llm):
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    outputs = llm.generate([item["prompt_ids"] + item["output_ids"] for item in ITEMS[:4]], params)
+    for output, item in zip(outputs, ITEMS, strict=False):
+        assert output.prompt_logprobs[0].chosen.logprob is None
+        scored = [position.chosen.logprob for position in output.prompt_logprobs[len(item["prompt_ids"]) :]]
+        np.testing.assert_allclose(scored, item["logprobs"], atol=2e-3)
 
 
 @pytest.mark.parametrize("index", [0, 3, 5, 7])

@@ -12,6 +12,7 @@ from jaxoverlap.scheduler.policy import (
     StepView,
     choose_step,
     choose_victims,
+    chunk_cost,
     chunk_len,
     order_by_prefix,
     promised_tokens,
@@ -38,10 +39,26 @@ def test_steps_that_are_not_mixed_are_prompts_first_until_rows_have_waited(view,
 @given(st.integers(1, 500), st.integers(0, 500), st.floats(1, 300), st.none() | st.floats(1, 1000))
 def test_a_chunk_fits_its_budget_and_is_never_empty(remaining, start, budget, context_per_token):
     length = chunk_len(remaining, start, budget, context_per_token)
-    cost = 1.0 if context_per_token is None else 1.0 + start / context_per_token
     assert 1 <= length <= remaining
-    assert length == 1 or length * cost <= budget * (1 + 1e-9)
-    assert length == remaining or (length + 1) * cost > budget * (1 - 1e-9)
+    assert length == 1 or chunk_cost(length, start, context_per_token) <= budget * (1 + 1e-9)
+    assert length == remaining or chunk_cost(length + 1, start, context_per_token) > budget * (1 - 1e-9)
+
+
+@given(st.integers(1, 9000), st.integers(0, 9000), st.floats(1, 600), st.floats(1, 5000))
+def test_a_chunk_that_is_cut_short_far_into_a_prompt_fills_its_step(remaining, start, budget, context_per_token):
+    free = chunk_len(remaining, start, budget, context_per_token)
+    length = chunk_len(remaining, start, budget, context_per_token, (8, 32, 64))
+    most = min(remaining, int(budget))
+    if free == most:
+        assert length == most
+    else:
+        assert length == max((size for size in (8, 32, 64) if size <= free), default=min(8, most)) <= most
+
+
+def test_the_cost_of_a_chunk_is_its_tokens_and_what_they_read():
+    assert chunk_cost(10, 0, 100.0) == chunk_cost(10, 500, None) == 10
+    assert chunk_cost(10, 200, 100.0) - 10 == pytest.approx(2 * (chunk_cost(10, 100, 100.0) - 10))
+    assert 1 < chunk_cost(1, 100, 100.0) - chunk_cost(0, 100, 100.0) == 2 < chunk_cost(0, 100, 100.0)
 
 
 def test_a_promise_covers_what_is_known_and_doubles_three_times_and_never_exceeds_what_can_be_needed():

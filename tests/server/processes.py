@@ -87,7 +87,7 @@ class Served:
     def __enter__(self) -> Served:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         for caller in self.callers:
             caller.close()
         if self.process.poll() is None:
@@ -96,7 +96,13 @@ class Served:
         assert self.process.stdout is not None
         self.process.stdout.close()
         self._log.close()
-        eventually(lambda: not any(map(_is_alive, getattr(self, "children", []))), "the end of the children")
+        children = getattr(self, "children", [])
+        try:
+            if kind is None:
+                eventually(lambda: not any(map(_is_alive, children)), "the end of the children")
+        finally:
+            for child in filter(_is_alive, children):
+                child.kill()
 
 
 def _is_alive(process: psutil.Process) -> bool:

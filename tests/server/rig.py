@@ -40,10 +40,10 @@ def eventually(condition: Callable[[], Any], what: str = "it") -> Any:
 
 
 def generation(prompt: Any = "Hello", **fields: Any) -> generate_service_pb2.Generation:
-    """Greedy, 8 tokens, seed 5 and ids in the answer, unless said otherwise. Groups of fields are dicts."""
+    """Greedy, seed 5, 8 tokens whatever they are, and ids in the answer, unless said otherwise. Groups are dicts."""
     defaults: dict[str, Any] = {
         "sampling": {"temperature": 0.0, "seed": 5},
-        "stop": {"max_tokens": 8},
+        "stop": {"max_tokens": 8, "ignore_eos": True},
         "returns": {"token_ids": True},
     }
     for name, value in fields.items():
@@ -166,12 +166,17 @@ class Rig:
         given = generation(prompt, stop={"max_tokens": 12})
         assert list(self.caller.answer(given).sequences[0].token_ids) == expected(given)
 
+    def drain_and_stop(self, seconds: float) -> None:
+        """As the supervisor, when it has heard of the drained engine before the front end has."""
+        self._controls[0].sendall(messages.pack("ask", 0, "drain", []))
+        self._controls[1].sendall(messages.pack("stop", seconds, True))
+
     def stop(self, seconds: float = 0.0) -> None:
         if hasattr(self, "device"):
             self.device.allow(None)
             self.caller.close()
         with suppress(BrokenPipeError):  # it has ended by itself
-            self._controls[1].sendall(messages.pack("stop", seconds))
+            self._controls[1].sendall(messages.pack("stop", seconds, False))
         self._loop_thread.join(PATIENCE)
         self._controls[0].close()
         self._engine_thread.join(PATIENCE)

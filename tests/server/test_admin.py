@@ -36,7 +36,7 @@ def test_model_and_server_tell_what_they_are(rig):
 
 def test_the_load_rises_and_falls(rig):
     rig.hold()
-    calls = [rig.caller.stream(generation(f"call {n}", stop={"max_tokens": 40, "ignore_eos": True})) for n in range(6)]
+    calls = [rig.caller.stream(generation(f"call {n}", stop={"max_tokens": 40})) for n in range(6)]
     rig.wait_queued(6)
     answer = rig.caller.admin.GetLoad.future(pb.GetLoadRequest())
     rig.step_until(answer.done)
@@ -90,7 +90,7 @@ def test_the_memory_snapshot_names_requests_as_callers_know_them(rig):
 def test_a_drain_waits_for_what_runs_and_lets_nothing_in():
     with running() as rig:
         rig.hold()
-        given = generation("running", stop={"max_tokens": 30, "ignore_eos": True})
+        given = generation("running", stop={"max_tokens": 30})
         call = rig.caller.stream(given)
         rig.wait_queued(1)
         impatient = rig.caller.admin.Drain.future(pb.DrainRequest(timeout_seconds=0.01))
@@ -106,6 +106,20 @@ def test_a_drain_waits_for_what_runs_and_lets_nothing_in():
         assert [i for event in call for i in event.delta.token_ids] == expected(given)
         assert patient.result().still_running == 0
         assert field_of(failure_of(rig.caller.admin.Drain, pb.DrainRequest(timeout_seconds=-1))) == "timeout_seconds"
+
+
+def test_a_front_end_that_is_told_to_stop_first_hears_what_the_engine_has_said():
+    with running() as rig:
+        rig.hold()
+        given = generation("until the last word", stop={"max_tokens": 30})
+        call = rig.caller.stream(given)
+        rig.wait_queued(1)
+        rig.drain_and_stop(PATIENCE)
+        eventually(lambda: rig.frontend._stop_seconds is not None)
+        rig.device.allow(None)
+        assert [i for event in call for i in event.delta.token_ids] == expected(given)
+        eventually(lambda: rig.exit_code is not None)
+        assert rig.exit_code == 0
 
 
 def test_profiles_need_a_folder(rig):

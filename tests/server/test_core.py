@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ class Peer:
 
     def packed(self, key: int, prompt: list[int], **sampling: Any) -> bytes:
         params = messages.sampling_to_wire(SamplingParams(temperature=0, seed=key, **sampling))
-        return messages.pack("add", key, np.array(prompt, np.int32).tobytes(), params, {})
+        return messages.pack("add", key, np.array(prompt, np.int32).tobytes(), params, {}, time.monotonic())
 
     def next(self, kind: str) -> list[Any]:
         """The next message of a kind; others are left out."""
@@ -146,6 +147,22 @@ def test_a_front_end_that_does_not_read_for_ever_is_given_up(monkeypatch):
     theirs.close()
 
 
+def test_messages_leave_in_the_order_in_which_they_were_said():
+    ours, theirs = socket.socketpair()
+    link, peer = Link(0, ours), Peer(theirs)
+    link.news.keys.append(1)
+    link.news.token_ids.append(2)
+    link.post("status", {})
+    link.news.keys.append(3)
+    link.news.token_ids.append(4)
+    link.flush()
+    unpacker = messages.new_unpacker()
+    unpacker.feed(peer.socket.recv(1 << 16))
+    assert [message[0] for message in unpacker] == ["news", "status", "news"]
+    link.close()
+    theirs.close()
+
+
 def test_a_front_end_that_goes_takes_its_requests_along(engine):
     _, (first, second) = engine
     scheduler = toy.BUILT[-1].engine.loop.scheduler
@@ -181,7 +198,7 @@ def test_a_flood_of_requests_does_not_hold_up_what_runs(engine, monkeypatch):
 
 def test_refusals_and_errors_cross_the_socket_whole(engine):
     _, (first, _) = engine
-    first.send("add", 1, b"", {}, {})
+    first.send("add", 1, b"", {}, {}, 0.0)
     _, key, error = first.next("refused")
     assert key == 1 and isinstance(messages.error_from_wire(error), InvalidRequestError)
     for error in (
@@ -246,3 +263,20 @@ def test_the_status_tells_when_work_begins_and_ends(engine):
         if not status.has_work:
             break
     assert (status.running, status.waiting, status.kv_used) == (0, 0, 0.0)
+
+
+def test_a_front_end_that_goes_leaves_nothing_in_the_metrics(engine):
+    supervisor, (first, second) = engine
+    for key in range(12):
+        first.add(key, [key + 1] * 5, max_tokens=800, ignore_eos=True)
+    second.add(0, [9, 9], max_tokens=6, ignore_eos=True)
+    assert first.news().keys
+    first.socket.close()
+
+    def metrics() -> dict[str, Any]:
+        supervisor.send("ask", 1, "metrics", [])
+        return supervisor.next("answer")[2]
+
+    read = eventually(lambda: (now := metrics())["request_success"]["length"] == 1 and now, "the other's end")
+    assert (read["num_requests_running"], read["num_requests_waiting"], read["kv_cache_usage_perc"]) == (0, 0, 0)
+    assert read["request_started"] == 13 and read["request_success"]["aborted"] == 12

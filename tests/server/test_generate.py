@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import grpc
 import pytest
 
+from jaxoverlap.server import generate_service
 from jaxoverlap.v1 import common_pb2
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from tests.fakes import oracle, salt_of
@@ -68,19 +71,19 @@ def test_every_end_has_its_reason(rig):
 
 def test_the_models_own_end(rig):
     for seed in range(50):
-        given = generation(sampling={"seed": seed}, stop={"max_tokens": 100})
+        given = generation(sampling={"seed": seed}, stop={"max_tokens": 100, "ignore_eos": False})
         if expected(given)[-1] == EOS_ID:
             sequence = rig.caller.answer(given).sequences[0]
             assert (sequence.finish_reason, sequence.matched_token_id) == (EOS, EOS_ID)
             assert list(sequence.token_ids) == expected(given) and sequence.text == text_of(expected(given)[:-1])
-            ignored = generation(sampling={"seed": seed}, stop={"max_tokens": 100, "ignore_eos": True})
+            ignored = generation(sampling={"seed": seed}, stop={"max_tokens": 100})
             assert rig.caller.answer(ignored).sequences[0].finish_reason == LENGTH
             return
     raise AssertionError("no seed ends by itself")
 
 
 def test_without_a_limit_the_context_is_filled(rig):
-    given = generation([1] * (CONTEXT - 40), stop={"ignore_eos": True})
+    given = generation([1] * (CONTEXT - 40))
     given.stop.ClearField("max_tokens")
     sequence = rig.caller.answer(given).sequences[0]
     assert (sequence.finish_reason, len(sequence.token_ids)) == (LENGTH, 40)
@@ -184,10 +187,35 @@ def test_samples_of_one_prompt_come_side_by_side(rig):
         assert [i for delta in mine for i in delta.token_ids] == list(sequence.token_ids)
         assert sequence.usage.prompt_tokens == 13
         prompt = make_tokenizer().encode("Three of them")
-        assert list(sequence.token_ids) == oracle(prompt, 20, [EOS_ID], salt=salt_of(5, sequence.index))[0]
+        assert list(sequence.token_ids) == oracle(prompt, 20, [], salt=salt_of(5, sequence.index))[0]
 
 
 def test_a_message_may_be_continued(rig):
     messages = [{"role": "user", "content": "abc"}, {"role": "assistant", "content": "So"}]
     given = generation(None, chat={"messages": messages, "continue_final_message": True})
     assert list(rig.caller.answer(given).sequences[0].token_ids) == expected(generation("user: abc\nassistant: So"))
+
+
+def test_a_prompt_that_takes_long_to_read_holds_nobody_up(rig, monkeypatch):
+    entered, leave = threading.Event(), threading.Event()
+    encode = generate_service.encode_prompt
+
+    def slow_encode(given, tokenizer):
+        if given.text == "slow":
+            entered.set()
+            assert leave.wait(20)
+        return encode(given, tokenizer)
+
+    monkeypatch.setattr(generate_service, "encode_prompt", slow_encode)
+    slow = rig.caller.generate.Generate.future(pb.GenerateRequest(generation=generation("slow")))
+    assert entered.wait(20)
+    given = generation("quick", stop={"max_tokens": 30})
+    assert list(rig.caller.answer(given).sequences[0].token_ids) == expected(given)
+    assert not slow.done()
+    leave.set()
+    assert list(slow.result().sequences[0].token_ids) == expected(generation("slow"))
+
+
+def test_a_megabyte_of_text_is_refused_by_its_length(rig):
+    with pytest.raises(grpc.RpcError, match="1000000 tokens"):
+        rig.caller.answer(generation("x" * 1_000_000))

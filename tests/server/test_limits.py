@@ -21,7 +21,7 @@ def test_calls_are_bounded_in_all_and_by_connection():
     with running(max_streams=3, max_streams_per_connection=2) as rig:
         rig.hold()
         other = Caller(rig.target)
-        given = [generation(f"call {n}", stop={"ignore_eos": True}) for n in range(3)]
+        given = [generation(f"call {n}") for n in range(3)]
         calls = [rig.caller.stream(one) for one in given[:2]]
         eventually(lambda: len(rig.client.calls()) == 2)
         third = rig.caller.generate.Tokenize.future(pb.TokenizeRequest(text="a"))
@@ -45,7 +45,7 @@ def test_prompts_and_outputs_have_the_servers_own_bounds():
             field_of(failure_of(rig.caller.answer, generation("x" * 11, stop={"max_tokens": 2}))) == "generation.prompt"
         )
         assert field_of(failure_of(rig.caller.answer, generation("x" * 10))) == "generation.stop.max_tokens"
-        given = generation("x" * 10, stop={"ignore_eos": True})
+        given = generation("x" * 10)
         given.stop.ClearField("max_tokens")
         assert len(rig.caller.answer(given).sequences[0].token_ids) == 5
 
@@ -66,7 +66,7 @@ def test_a_large_prompt_is_refused_without_a_stir(rig):
 
 SAMPLES = 32
 ROOM = {"max_running": SAMPLES + 4, "num_pages": 9000}
-LONG = generation("go on", num_sequences=SAMPLES, stop={"max_tokens": 500, "ignore_eos": True})
+LONG = generation("go on", num_sequences=SAMPLES, stop={"max_tokens": 500})
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,11 @@ import pytest
 from jaxoverlap import LLM, RequestOutput, SamplingParams, StructuredOutput
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.v1 import admin_service_pb2 as admin
+from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.wire import answers, requests
+from tests.server.fuzz import random_message
 from tests.server.processes import Served
+from tests.server.test_abuse import outcome
 from tests.server.test_statuses import failure_of, field_of
 from tests.server.tiny_folder import write_tiny_model
 
@@ -136,3 +141,19 @@ def test_a_model_says_what_it_is_and_a_profile_is_written(served, folder):
     assert error.code() == grpc.StatusCode.FAILED_PRECONDITION
     assert list((folder / "trace").rglob("*.xplane.pb"))
     assert json.loads(caller.admin.GetMemorySnapshot(admin.GetMemorySnapshotRequest()).json)["page_size"] == 8
+
+
+def test_whatever_follows_the_proto_is_answered_or_refused(served):
+    rng, caller = random.Random(3), served.caller()
+    codes: Counter[str] = Counter()
+    for number in range(150):
+        wild = number % 3 == 0
+        given = random_message(pb.Generation(), rng, wild=wild, leave_out=frozenset() if wild else frozenset({"model"}))
+        if not wild:
+            given.text = "abc"
+            given.ClearField("constraint" if number % 2 else "returns")
+        call = caller.answer if number % 2 else caller.stream
+        codes[outcome(lambda call=call, given=given: call(given, timeout=20)).name] += 1
+    assert set(codes) <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"}, codes
+    assert codes["OK"] > 5 and codes["INVALID_ARGUMENT"] > 5, codes
+    assert "Traceback" not in served.log()

@@ -81,7 +81,7 @@ def field_of(error: grpc.RpcError) -> str:
         (generation(None, chat={"messages": [{"content": "x"}]}), "chat.messages[0].role"),
         (
             generation(None, chat={"messages": [{"role": "user", "extra_json": "{"}]}),
-            "chat.messages[0]",
+            "chat.messages[0].extra_json",
         ),
         (generation(None, chat={"messages": [{"role": "user"}], "tools_json": "{}"}), "chat.tools_json"),
     ],
@@ -100,7 +100,7 @@ def test_a_stream_takes_no_best_of(rig):
 
 def test_prompts_up_to_the_contexts_end(rig):
     for length, outputs in ((CONTEXT - 2, 2), (CONTEXT - 1, 1)):
-        sequence = rig.caller.answer(generation([1] * length, stop={"max_tokens": 50, "ignore_eos": True})).sequences[0]
+        sequence = rig.caller.answer(generation([1] * length, stop={"max_tokens": 50})).sequences[0]
         assert len(sequence.token_ids) == outputs
     for length in (CONTEXT, CONTEXT + 1):
         assert field_of(failure_of(rig.caller.answer, generation([1] * length))) == "generation.prompt"
@@ -144,7 +144,9 @@ def test_what_is_not_built_is_unimplemented(rig):
 def test_a_full_queue_says_when_to_come_back():
     with running({"max_running": 1, "max_queue": 2}) as small:
         small.hold()
-        calls = [small.caller.stream(generation(f"call {n}")) for n in range(3)]
+        calls = [small.caller.stream(generation("running", stop={"max_tokens": 100}))]
+        small.wait_queued(1)
+        calls += [small.caller.stream(generation(f"waiting {n}")) for n in range(2)]
         small.wait_queued(3)
         refused = small.caller.stream(generation("one too many"))
         small.step_until(refused.done)
@@ -179,8 +181,8 @@ def test_an_error_of_one_request_is_its_own():
     with running() as small:
         original = small.device._run_chunk
 
-        def broken(chunk: Any) -> Any:
-            token, status = original(chunk)
+        def broken(chunk: Any, *allowed: Any) -> Any:
+            token, status = original(chunk, *allowed)
             return (token, 3) if chunk.request.seed == 13 and chunk.publishes else (token, status)
 
         small.device._run_chunk = broken
@@ -215,3 +217,23 @@ def test_an_engine_that_breaks_ends_every_call_as_unavailable():
         guilty.close()
         eventually(lambda: broken.exit_code is not None)
         assert broken.exit_code == 1
+
+
+def test_a_front_end_that_breaks_ends_every_call_as_unavailable(monkeypatch, caplog):
+    with running() as broken:
+        broken.hold()
+        call = broken.caller.stream(generation("innocent", stop={"max_tokens": 100}))
+        broken.wait_queued(1)
+        monkeypatch.setattr(broken.frontend._gatekeeper, "refresh", lambda: 1 / 0)
+        assert failure_of(list, call).code() == grpc.StatusCode.UNAVAILABLE
+        eventually(lambda: broken.exit_code is not None)
+        assert broken.exit_code == 1 and "ZeroDivisionError" in caplog.text
+
+
+def test_outputs_that_cannot_be_put_together_end_their_call_alone(rig, monkeypatch, caplog):
+    monkeypatch.setattr("jaxoverlap.server.calls.OutputAssembler.add", lambda *_: 1 / 0)
+    monkeypatch.setattr("jaxoverlap.server.calls.OutputAssembler.finish", lambda *_, **__: 1 / 0)
+    error = failure_of(rig.caller.answer, generation("unlucky"))
+    monkeypatch.undo()
+    assert error.code() == grpc.StatusCode.INTERNAL and "division" not in error.details()
+    assert "ZeroDivisionError" in caplog.text

@@ -10,7 +10,7 @@ from jaxoverlap.v1 import generate_service_pb2_grpc
 
 def main() -> None:
     target, kind, prompt, max_tokens = sys.argv[1:]
-    given = pb.Generation(text=prompt, stop={"max_tokens": int(max_tokens)})
+    given = pb.Generation(text=prompt, stop={"max_tokens": int(max_tokens), "ignore_eos": True})
     stub = generate_service_pb2_grpc.GenerateServiceStub(grpc.insecure_channel(target))
     if kind == "unary":
         stub.Generate(pb.GenerateRequest(generation=given))

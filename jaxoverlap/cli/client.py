@@ -1,0 +1,214 @@
+"""`jaxoverlap client …`: what a server answers, and what its operators ask of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Annotated, Any
+
+import typer
+
+from jaxoverlap.cli import command
+from jaxoverlap.cli.batch import InputFile, Ordered, OutputFile, Overwrite, RetryErrors, answer_file, at_server
+from jaxoverlap.cli.batch_file import STANDARD
+from jaxoverlap.cli.chat import DEFAULTS as CHAT_DEFAULTS
+from jaxoverlap.cli.chat import Chat, check_one_answer
+from jaxoverlap.cli.command import as_command
+from jaxoverlap.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, ConnectionOptions
+from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, read_prompts, show_answers
+from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
+from jaxoverlap.request import RequestOptions
+from jaxoverlap.sampling_params import SamplingParams
+
+TOGETHER = 32
+
+Target = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        "-t",
+        envvar=TARGET_VARIABLE,
+        metavar="HOST:PORT|unix:PATH",
+        help="Where the server is.",
+        rich_help_panel="Connection",
+    ),
+]
+Model = Annotated[
+    str | None, typer.Option(metavar="NAME", show_default=False, help="Of the served model. Default: whatever is.")
+]
+Json = Annotated[bool, typer.Option("--json", help="As one object of JSON.")]
+
+
+def generate(
+    prompts: Prompts = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    model: Model = None,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+    sampling: SamplingOptions,
+    structure: StructureOptions,
+    chat: ChatOptions,
+    treatment: TreatmentOptions,
+) -> int:
+    """Generate text from prompts, and print it as it comes; as `jaxoverlap generate` does without a server."""
+    texts = read_prompts(prompts or ["-"])
+    params = SamplingParams(**(sampling.values(temperature=0.0, max_tokens=256) | structure.values()))
+    options = RequestOptions(**treatment.values())
+    asked = chat.prompts(texts)
+    with connection.client(target, progress=False, model=model) as client:
+        together = connection.concurrency or TOGETHER
+        return show_answers(client, asked, texts, params, options, together=together, as_json=as_json, quiet=quiet)
+
+
+def chat(
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", show_default=False, help="What the model is told first.")
+    ] = None,
+    quiet: Quiet = False,
+    model: Model = None,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+    sampling: SamplingOptions,
+    treatment: TreatmentOptions,
+) -> int:
+    """Chat with the model; as `jaxoverlap chat --server`, whose help has the commands."""
+    params = check_one_answer(SamplingParams(**sampling.values(**CHAT_DEFAULTS)))
+    options = RequestOptions(**treatment.values())
+    with connection.client(target, progress=False, model=model) as client:
+        return Chat(client, params, options, system, quiet).run()
+
+
+def batch(
+    source: InputFile,
+    output: OutputFile,
+    ordered: Ordered = True,
+    overwrite: Overwrite = False,
+    retry_errors: RetryErrors = False,
+    quiet: Quiet = False,
+    model: Model = None,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+    sampling: SamplingOptions,
+    structure: StructureOptions,
+    treatment: TreatmentOptions,
+) -> int:
+    """Answer a file of requests, in OpenAI's batch format; as `jaxoverlap batch --server`, whose help says more."""
+    return answer_file(
+        source,
+        output,
+        at_server(connection, target, model, False if output == STANDARD or quiet else None),
+        sampling.values() | structure.values() | treatment.values(),
+        ordered=ordered,
+        overwrite=overwrite,
+        retry_errors=retry_errors,
+        quiet=quiet,
+    )
+
+
+def info(as_json: Json = False, target: Target = DEFAULT_TARGET, *, connection: ConnectionOptions) -> int:
+    """The served model, and the server with its limits."""
+    with connection.client(target, progress=False) as client:
+        shown = {"model": dataclasses.asdict(client.model_info()), "server": dataclasses.asdict(client.server_info())}
+    _print(shown, as_json)
+    return command.OK
+
+
+def load(as_json: Json = False, target: Target = DEFAULT_TARGET, *, connection: ConnectionOptions) -> int:
+    """What the server is doing now."""
+    with connection.client(target, progress=False) as client:
+        _print(dataclasses.asdict(client.load()), as_json)
+    return command.OK
+
+
+def health(target: Target = DEFAULT_TARGET, *, connection: ConnectionOptions) -> int:
+    """Whether the server takes requests.
+
+    Exit codes: 0 it does, 1 it lives but does not, as while it warms up or drains; 2 nobody answers.
+    """
+    with connection.client(target, progress=False) as client:
+        found = client.health()
+    print("ready" if found.ready else "live, not ready" if found.live else "not live")
+    return command.OK if found.ready else command.SOME_FAILED
+
+
+def flush(target: Target = DEFAULT_TARGET, *, connection: ConnectionOptions) -> int:
+    """Forget all cached prefixes. Refused while requests run."""
+    with connection.client(target, progress=False) as client:
+        print(f"{client.flush_cache()} pages freed")
+    return command.OK
+
+
+def snapshot(
+    as_svg: Annotated[bool, typer.Option("--svg", help="As a picture.")] = False,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+) -> int:
+    """Who has which KV page, as JSON or as a picture."""
+    with connection.client(target, progress=False) as client:
+        found = client.memory_snapshot()
+    print(found.to_svg() if as_svg else json.dumps(found.to_dict()))
+    return command.OK
+
+
+def abort(
+    request_ids: Annotated[list[str] | None, typer.Argument(metavar="REQUEST_ID", show_default=False)] = None,
+    all_requests: Annotated[bool, typer.Option("--all", help="Whatever runs or waits.")] = False,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+) -> int:
+    """End requests, whoever waits for them.
+
+    Exit codes: 0 all were ended, 1 some ids are none of a request that runs or waits.
+    """
+    if bool(request_ids) == all_requests:
+        raise command.CommandError("name requests, or use --all")
+    with connection.client(target, progress=False) as client:
+        ended = client.abort(request_ids or (), all_requests=all_requests)
+    for request_id in ended.aborted_ids:
+        print(request_id)
+    for request_id in ended.unknown_ids:
+        command.say(f"no such request: {request_id}")
+    return command.SOME_FAILED if ended.unknown_ids else command.OK
+
+
+def drain(
+    timeout: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", show_default=False, help="How long to wait. Default: the server's own."),
+    ] = None,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+) -> int:
+    """Let the server refuse new requests, and wait for those that run.
+
+    Exit codes: 0 nothing runs any more, 1 something does.
+    """
+    with connection.client(target, progress=False) as client:
+        still_running = client.drain(timeout)
+    print(f"{still_running} still running")
+    return command.SOME_FAILED if still_running else command.OK
+
+
+def _print(values: dict[str, Any], as_json: bool, indent: str = "") -> None:
+    if as_json:
+        print(json.dumps(values))
+        return
+    for name, value in values.items():
+        if isinstance(value, dict):
+            print(f"{indent}{name}")
+            _print(value, False, indent + "  ")
+        else:
+            shown = ", ".join(map(str, value)) if isinstance(value, tuple) else value
+            print(f"{indent}{name}: {shown}")
+
+
+app = typer.Typer(no_args_is_help=True, help="Speak with a server that `jaxoverlap serve` runs.")
+for _work in (generate, chat, batch, info, load, health, flush, snapshot, abort, drain):
+    app.command(_work.__name__)(as_command(_work))
