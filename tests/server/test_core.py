@@ -279,4 +279,5 @@ def test_a_front_end_that_goes_leaves_nothing_in_the_metrics(engine):
 
     read = eventually(lambda: (now := metrics())["request_success"]["length"] == 1 and now, "the other's end")
     assert (read["num_requests_running"], read["num_requests_waiting"], read["kv_cache_usage_perc"]) == (0, 0, 0)
-    assert read["request_started"] == 13 and read["request_success"]["aborted"] == 12
+    # Of the twelve it may have read some before it noticed; each one that began has ended.
+    assert read["request_started"] == 1 + read["request_success"]["aborted"] > 1
