@@ -16,7 +16,7 @@ from tests.grammar_tools import RecordingCompiler, outcome, random_schema
 
 pytestmark = pytest.mark.real_model
 
-COUNT = int(os.environ.get("JAXOVERLAP_SCHEMAS", "8"))
+COUNT = int(os.environ.get("JAXOVERLAP_SCHEMAS", "4"))
 ROWS = 8
 
 
