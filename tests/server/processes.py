@@ -74,7 +74,7 @@ class Served:
         return code
 
     def check_exits_at_once(self) -> None:
-        """Within two seconds; on a machine so busy that a bare Python takes long to start, within twenty such starts."""
+        """Within two seconds, or on a busy machine within twenty starts of a bare Python."""
         started = time.monotonic()
         self.wait()
         seconds = time.monotonic() - started
