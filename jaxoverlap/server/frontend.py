@@ -124,7 +124,8 @@ class FrontEnd:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            if tasks:
+                await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
             self._threads.shutdown(wait=False, cancel_futures=True)
             if self._tracing is not None:
                 await self._tracing.close()

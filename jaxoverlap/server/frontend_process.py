@@ -36,12 +36,21 @@ class FrontEndSpec:
     admin_address: Mapping[str, Any] | None
 
 
-async def run_frontend(spec: FrontEndSpec, engine: socket.socket, supervisor: socket.socket) -> int:
+async def run_frontend(spec: FrontEndSpec, engine: socket.socket, supervisor: socket.socket) -> NoReturn:
+    """Serves, and ends the process: taking the event loop down would wait for whatever task or thread does not let go,
+    such as one that is at a long prompt."""
     admin_address = None if spec.admin_address is None else Address(**spec.admin_address)
     frontend = FrontEnd(
         ServerConfig(**spec.config), Instance(**spec.instance), spec.index, Address(**spec.address), admin_address
     )
-    return await frontend.run(engine, supervisor)
+    code = 1
+    try:
+        code = await frontend.run(engine, supervisor)
+    except Exception:
+        logger.exception("the front end has failed")
+    finally:
+        logging.shutdown()
+        os._exit(code)
 
 
 def main() -> NoReturn:
@@ -51,15 +60,8 @@ def main() -> NoReturn:
     os.dup2(2, 1)
     spec = FrontEndSpec(**described)
     log_to_stderr(f"front end {spec.index}", spec.config["log_level"], spec.config["log_format"])
-    code = 1
-    try:
-        code = asyncio.run(run_frontend(spec, socket.socket(fileno=engine), socket.socket(fileno=supervisor)))
-    except Exception:
-        logger.exception("the front end has failed")
-    finally:
-        # Without waiting for threads: one may be at a prompt that takes long.
-        logging.shutdown()
-        os._exit(code)
+    asyncio.run(run_frontend(spec, socket.socket(fileno=engine), socket.socket(fileno=supervisor)))
+    raise AssertionError("run_frontend does not return")
 
 
 if __name__ == "__main__":
