@@ -119,12 +119,15 @@ def test_tokens_in_answers_add_up_to_the_totals(rig, gained):
 def test_every_way_to_end_is_counted(rig, gained):
     text = rig.caller.answer(generation("stop me", stop={"max_tokens": 40, "ignore_eos": True})).sequences[0].text
     stopped = generation("stop me", stop={"max_tokens": 40, "ignore_eos": True, "strings": [text[2:4]]})
+    rig.device.allow(10)  # so that it is stopped before it has come to its length
     assert rig.caller.answer(stopped).sequences[0].text == text[:2]
+    rig.device.allow(None)
+    rig.wait_idle()
     rig.hold()
     late = generate_service_pb2.GenerateRequest(
         generation=generation("late", stop={"max_tokens": 400, "ignore_eos": True})
     )
-    late = rig.caller.generate.Generate.future(late, timeout=0.2)
+    late = rig.caller.generate.Generate.future(late, timeout=1.0)
     assert late.code() == grpc.StatusCode.DEADLINE_EXCEEDED
     stream = rig.caller.stream(generation("leaves", stop={"max_tokens": 400, "ignore_eos": True}))
     rig.device.allow(None)

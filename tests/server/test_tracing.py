@@ -98,7 +98,7 @@ def test_spans_of_requests_that_failed_say_so(collector):
         left.cancel()
         rig.wait_idle()
         rig.hold()
-        late = rig.caller.stream(generation("late", stop=LONG), timeout=0.2)
+        late = rig.caller.stream(generation("late", stop=LONG), timeout=1.0)
         with pytest.raises(grpc.RpcError):
             list(late)
         rig.wait_idle()
