@@ -107,7 +107,8 @@ def test_spans_of_requests_that_failed_say_so(collector):
     assert values(left)["error.type"] == "cancelled" and values(left)["gen_ai.usage.output_tokens"] > 0
     assert values(late)["error.type"] in ("cancelled", "DeadlineError")  # who notices first
     assert [event.name for event in left.events] == ["queued", "admitted", "first token"]
-    assert [event.name for event in late.events] == ["queued"]
+    # Its deadline may be noticed after the device was let go again, and then it has a token.
+    assert [event.name for event in late.events] in (["queued"], ["queued", "admitted", "first token"])
     assert values(left)["gen_ai.response.finish_reasons"] == []
 
 
