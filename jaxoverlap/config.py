@@ -74,7 +74,7 @@ class EngineConfig:
       cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`.
       deterministic: the tokens and log-probabilities of a request are bit for bit the same whatever its neighbours, its
         chunks, the schedule, the cache and preemption, on the same device: every step has the same shape, and prompts
-        attend as decoding rows do. Slower, for prompts above all (docs/benchmarks.md).
+        attend as decoding rows do. Slower, for prompts above all.
       max_queue: requests that may wait without having run; None is no limit.
       attention: "auto" or "xla"; "triton" and "mosaic" are refused as not in this build.
       compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
