@@ -25,7 +25,7 @@ WISHES: dict[str, dict[str, Any]] = {
     "top-k, top-p": {"temperature": 0.8, "top_k": 50, "top_p": 0.95},
     "penalties": {"temperature": 0, "presence_penalty": 0.5, "repetition_penalty": 1.1},
     "bias": {"temperature": 0, "logit_bias": {11: 1.0}, "banned_token_ids": [7]},
-    "min_tokens": {"temperature": 0, "min_tokens": 500},
+    "min_tokens": {"temperature": 0, "min_tokens": 8},
     "logprobs 0": {"temperature": 0, "logprobs": 0},
     "logprobs 20": {"temperature": 0, "logprobs": 20},
 }
