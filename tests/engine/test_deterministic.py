@@ -48,6 +48,17 @@ def test_neighbours_and_lookahead_change_no_bit(alone, lookahead):
     assert [bits(request) for request in requests] == alone
 
 
+def test_neighbours_with_rules_of_their_own_change_no_bit(alone):
+    engine, _ = make_engine(lookahead=1, **SIZES)
+    for seed in range(3):  # steps with them use the other variant of the second half
+        wish = {"presence_penalty": 1.0, "logit_bias": {3: 2.0}, "min_tokens": 5, "max_tokens": 9 + 9 * seed}
+        engine.add([seed, 1, 2], SamplingParams(temperature=0.7, seed=seed, **wish))
+        requests = [add(engine, index) for index in range(len(PROMPTS))]
+        drain(engine)
+        engine.loop.scheduler.flush_cache()
+        assert [bits(request) for request in requests] == alone
+
+
 @pytest.mark.parametrize("mixed_steps", [True, False])
 def test_chunks_schedule_cache_and_preemption_change_no_bit(alone, mixed_steps):
     for seed in range(3):
