@@ -51,13 +51,15 @@ def main() -> None:
     options.add_argument("--rows", type=int, default=64)
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--wishes", nargs="+", choices=WISHES, default=list(WISHES), help="greedy always takes part")
     args = options.parse_args()
-    turns: dict[str, list[tuple[float, float, float]]] = {name: [] for name in WISHES}
+    wishes = {name: WISHES[name] for name in WISHES if name in ("greedy", *args.wishes)}
+    turns: dict[str, list[tuple[float, float, float]]] = {name: [] for name in wishes}
     context = len(PROMPT) + args.steps
     settings = {"max_running": args.rows, "max_model_len": context, "max_batched_tokens": 256, "mixed_steps": False}
     with LLM(progress=False, prefix_cache=False, **settings) as llm:
         for _ in range(args.repeats):
-            for name, wish in WISHES.items():
+            for name, wish in wishes.items():
                 turns[name] += decode_steps(llm, wish, args.rows, args.steps)
         shape = llm.runner.buckets.shape_of(_decoding(args.rows))
         up = 4 * packed_size(shape, llm.runner.step.pages_per_row)

@@ -1,6 +1,7 @@
 """Lives of an engine on the toy device, from a seed: whatever happens, every request's tokens are the oracle's.
 
     python -m tests.simulator --steps 100000000 --workers 2      runs for hours, prints the seeds
+    … --record run.jsonl                                          and goes on where it was interrupted
     python -m tests.simulator --seed 123                         replays one, and shrinks it if it fails
 
 A life is a script: settings and a list of events. Its seed fixes it, `run` plays it, and `shrink` leaves out
@@ -16,7 +17,9 @@ import multiprocessing
 import random
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from jaxoverlap.errors import InvalidRequestError, QueueFullError
@@ -179,24 +182,46 @@ def simulate(seed: int) -> int:
         raise AssertionError(f"python -m tests.simulator --seed {seed} replays this: {error}") from error
 
 
-def simulate_many(seeds: range) -> int:
-    return sum(simulate(seed) for seed in seeds)
+SHARE = 100
+"""Lives that a worker is given at a time."""
 
 
-def simulate_until(steps: int, *, first_seed: int, workers: int, report_every: int = 50) -> tuple[int, int, float]:
-    """Lives of consecutive seeds until they come to so many steps. Returns steps, seeds and seconds."""
-    share, done, seeds, started = 100, 0, 0, time.monotonic()
+def simulate_share(first_seed: int) -> int:
+    return sum(simulate(seed) for seed in range(first_seed, first_seed + SHARE))
+
+
+def shares(first_seed: int, workers: int) -> Iterator[int]:
+    """Steps of each share of consecutive seeds, in their order, without end."""
     # Not forked: the caller may hold locks of jax's threads.
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         running: deque[Any] = deque()
-        while done < steps:
+        while True:
             while len(running) < 2 * workers:
-                first = first_seed + seeds + share * len(running)
-                running.append(pool.apply_async(simulate_many, (range(first, first + share),)))
-            done, seeds = done + running.popleft().get(), seeds + share
-            if seeds % (report_every * share) == 0:
-                print(f"{done:,} steps, seeds {first_seed} to {first_seed + seeds - 1}", flush=True)
-    return done, seeds, time.monotonic() - started
+                running.append(pool.apply_async(simulate_share, (first_seed,)))
+                first_seed += SHARE
+            yield running.popleft().get()
+
+
+def simulate_until(
+    steps: int, *, first_seed: int, workers: int, report_every: int = 50, record: Path | None = None
+) -> tuple[int, int]:
+    """Lives of consecutive seeds until they come to so many steps. Returns steps and seeds.
+
+    `record` gets a line for each share that was lived to its end, and what it has already is not run again.
+    """
+    recorded = [] if record is None or not record.exists() else [json.loads(line) for line in record.open()]
+    assert [line["first_seed"] for line in recorded] == [first_seed + SHARE * i for i in range(len(recorded))]
+    done, seeds = sum(line["steps"] for line in recorded), SHARE * len(recorded)
+    for more in shares(first_seed + seeds, workers) if done < steps else ():
+        if record is not None:
+            with record.open("a") as file:
+                print(json.dumps({"first_seed": first_seed + seeds, "steps": more}), file=file)
+        done, seeds = done + more, seeds + SHARE
+        if seeds % (report_every * SHARE) == 0:
+            print(f"{done:,} steps, seeds {first_seed} to {first_seed + seeds - 1}", flush=True)
+        if done >= steps:
+            break
+    return done, seeds
 
 
 def main() -> None:
@@ -205,15 +230,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2_000_000, help="device steps to run")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--record", type=Path, help="keep here what was run, and go on from it")
     options = parser.parse_args()
     if options.seed is not None:
         script = script_of(options.seed)
         error = fails(script)
         print("passes" if error is None else f"{error!r}\n{shrink(script)}")
         raise SystemExit(error is not None)
-    steps, seeds, spent = simulate_until(options.steps, first_seed=options.first_seed, workers=options.workers)
-    last = options.first_seed + seeds - 1
-    print(f"{steps:,} steps, seeds {options.first_seed} to {last}, {spent:.0f} s: every request as the oracle has it")
+    started, first = time.monotonic(), options.first_seed
+    steps, seeds = simulate_until(options.steps, first_seed=first, workers=options.workers, record=options.record)
+    spent = time.monotonic() - started
+    print(f"{steps:,} steps, seeds {first} to {first + seeds - 1}, {spent:.0f} s: every request as the oracle has it")
 
 
 if __name__ == "__main__":

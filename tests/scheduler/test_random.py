@@ -19,13 +19,13 @@ from jaxoverlap.request import RequestOptions
 from jaxoverlap.scheduler.state import SchedulerState
 from tests.fakes import VOCAB_SIZE
 from tests.harness import Harness
-from tests.simulator import Script, fails, run, script_of, shrink, simulate_many, simulate_until
+from tests.simulator import Script, fails, run, script_of, shrink, simulate, simulate_until
 
 STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "600000"))
 
 
 def test_random_traffic_equals_the_oracle_and_leaks_nothing():
-    steps, seeds, _ = simulate_until(STEPS, first_seed=0, workers=os.cpu_count() or 1)
+    steps, seeds = simulate_until(STEPS, first_seed=0, workers=os.cpu_count() or 1)
     print(f"{steps} steps, {seeds} seeds")
     assert steps >= STEPS
 
@@ -33,7 +33,17 @@ def test_random_traffic_equals_the_oracle_and_leaks_nothing():
 def test_a_seed_is_always_the_same_life():
     assert script_of(7) == script_of(7)
     assert run(script_of(7)) == run(script_of(7))
-    assert simulate_many(range(7, 8)) == run(script_of(7))
+    assert simulate(7) == run(script_of(7))
+
+
+def test_a_recorded_run_goes_on_where_it_was_interrupted(tmp_path):
+    record = tmp_path / "run.jsonl"
+    whole = simulate_until(40_000, first_seed=3, workers=2, record=tmp_path / "whole.jsonl")
+    part = simulate_until(1, first_seed=3, workers=2, record=record)
+    assert part[0] < whole[0]
+    assert simulate_until(40_000, first_seed=3, workers=2, record=record) == whole
+    assert record.read_text() == (tmp_path / "whole.jsonl").read_text()
+    assert simulate_until(1, first_seed=3, workers=2, record=record) == whole  # nothing is run again
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch):
