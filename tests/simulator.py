@@ -209,7 +209,7 @@ def simulate_until(
 
     `record` gets a line for each share that was lived to its end, and what it has already is not run again.
     """
-    recorded = [] if record is None or not record.exists() else [json.loads(line) for line in record.open()]
+    recorded = [] if record is None or not record.exists() else [*map(json.loads, record.read_text().splitlines())]
     assert [line["first_seed"] for line in recorded] == [first_seed + SHARE * i for i in range(len(recorded))]
     done, seeds = sum(line["steps"] for line in recorded), SHARE * len(recorded)
     for more in shares(first_seed + seeds, workers) if done < steps else ():
