@@ -87,9 +87,5 @@ def penalise(
 def suppress(logits: jax.Array, ids: jax.Array, where: jax.Array) -> jax.Array:
     """Forbids ids, int32 [B, S] (negative ones are none), in the rows of a bool [B]."""
 
-    def forbid() -> jax.Array:
-        column = jnp.where(where[:, None] & (ids >= 0), ids, logits.shape[-1])
-        row = jnp.arange(logits.shape[0])[:, None]
-        return logits.at[row, column].set(-jnp.inf, mode="drop")
-
-    return jax.lax.cond(jnp.any(where), forbid, lambda: logits)
+    column = jnp.where(where[:, None] & (ids >= 0), ids, logits.shape[-1])
+    return logits.at[jnp.arange(logits.shape[0])[:, None], column].set(-jnp.inf, mode="drop")

@@ -9,6 +9,7 @@ A row's draw depends on its seed, its sample index and its position only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ import jax.numpy as jnp
 from jaxoverlap.sampling_params import GREEDY_BELOW
 
 _TOP_BIT = 0x80000000
+_BLOCK = 128
+"""Ids whose highest logit is found together."""
 
 
 @jax.tree_util.register_dataclass
@@ -45,34 +48,52 @@ class SamplingRows:
         return (self.temperature < GREEDY_BELOW) | (self.top_k == 1)
 
 
-def choose_tokens(logits: jax.Array, rows: SamplingRows, used: jax.Array) -> tuple[jax.Array, jax.Array]:
+def most_probable(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The id of the highest logit, the lowest one of equals.
+
+    Args:
+      logits: float32 [B, V].
+
+    Returns:
+      tokens: int32 [B]; those of rows that are not `usable` mean nothing.
+      highest: float32 [B].
+    """
+    rows, vocab_size = logits.shape
+    width = math.gcd(vocab_size, _BLOCK)
+    # Half of argmax's time on a CPU: one plain reduction, and a block of each row once more.
+    blocks = logits.reshape(rows, -1, width)
+    tops = jnp.max(blocks, axis=-1)
+    highest = jnp.max(tops, axis=-1)
+    block = jnp.argmax(tops >= highest[:, None], axis=-1).astype(jnp.int32)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * width + jnp.argmax(inside >= highest[:, None], axis=-1).astype(jnp.int32), highest
+
+
+def usable(logits: jax.Array) -> jax.Array:
+    """bool [B], False where a logit of float32 [B, V] is NaN or infinite, or all are minus infinity."""
+    # A maximum does not tell: XLA's CPU back end drops NaN from it at some shapes ([50, 640] was one).
+    return jnp.isfinite(jnp.max(jnp.where(logits < jnp.inf, logits, jnp.inf), axis=-1))
+
+
+def choose_tokens(logits: jax.Array, rows: SamplingRows, draws: jax.Array) -> tuple[jax.Array, jax.Array]:
     """One token per row.
 
     Args:
       logits: float32 [B, V].
       rows: each row's parameters.
-      used: bool [B]; the others' tokens mean nothing. A batch whose used rows are all greedy pays for nothing more.
+      draws: bool [B], whose token is drawn; the others get their most probable one. Drawing costs nothing where
+        nobody draws.
 
     Returns:
-      tokens: int32 [B].
-      finite: bool [B]; False where the highest logit is NaN or infinite: no token could be chosen.
+      As `most_probable`.
     """
-    highest = jnp.max(logits, axis=-1)
-    tokens = _first_equal(logits, highest)
-    draws = used & ~rows.greedy
+    tokens, highest = most_probable(logits)
     tokens = jax.lax.cond(
         jnp.any(draws),
         lambda: jnp.where(draws, _draw(logits, highest, rows, draws), tokens),
         lambda: tokens,
     )
-    return tokens, jnp.isfinite(highest)
-
-
-def _first_equal(logits: jax.Array, highest: jax.Array) -> jax.Array:
-    """The lowest id whose logit is the highest. Two plain reductions beat argmax on a CPU."""
-    vocab_size = logits.shape[-1]
-    ids = jnp.where(logits == highest[:, None], jnp.arange(vocab_size, dtype=jnp.int32), vocab_size)
-    return jnp.minimum(jnp.min(ids, axis=-1), vocab_size - 1)
+    return tokens, highest
 
 
 def _draw(logits: jax.Array, highest: jax.Array, rows: SamplingRows, draws: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxoverlap.model.logit_rules import RowRules, apply_rules, suppress
-from jaxoverlap.model.sampling import SamplingRows, choose_tokens
+from jaxoverlap.model.sampling import SamplingRows, choose_tokens, most_probable, usable
 from jaxoverlap.model.scores import score_tokens
 from jaxoverlap.runtime.packing import read_row_params
 from jaxoverlap.runtime.row_state import RowState
@@ -60,7 +60,6 @@ def sample(
     if rules is not None:
         assert allowed is not None
         logits = apply_rules(logits, rules, rows, params, allowed)
-    logits = suppress(logits, params["stop_ids"], publishes & (num_outputs < params["min_outputs"]))
     sampling = SamplingRows(
         temperature=params["temperature"],
         top_k=params["top_k"],
@@ -70,14 +69,20 @@ def sample(
         sample_index=params["sample_index"],
         position=ready.seq_len,
     )
-    tokens, finite = choose_tokens(logits, sampling, publishes)
+    draws = publishes & ~sampling.greedy
+    too_early = publishes & (num_outputs < params["min_outputs"])
+    tokens, highest = jax.lax.cond(
+        jnp.any(draws | too_early),
+        lambda: choose_tokens(suppress(logits, params["stop_ids"], too_early), sampling, draws),
+        lambda: most_probable(logits),
+    )
     scores = score_tokens(ready.logits, tokens, jnp.where(publishes, params["top_logprobs"], -1))
 
     num_outputs = num_outputs + 1
     status = jnp.where(num_outputs >= params["max_outputs"], RowStatus.LENGTH, RowStatus.RUNNING)
     status = jnp.where(jnp.any(tokens[:, None] == params["stop_ids"], axis=-1), RowStatus.STOP, status)
-    sound = jnp.isfinite(jnp.max(ready.logits, axis=-1))
-    status = jnp.where(finite, status, jnp.where(sound, RowStatus.NO_TOKEN, RowStatus.BAD_LOGITS))
+    status = jnp.where(highest > -jnp.inf, status, RowStatus.NO_TOKEN)
+    status = jnp.where(usable(ready.logits), status, RowStatus.BAD_LOGITS)
     status = jnp.where(publishes, status, RowStatus.VOID).astype(jnp.int32)
 
     target = jnp.where(publishes, rows, state.last_token.shape[0])

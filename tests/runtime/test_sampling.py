@@ -9,18 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxoverlap.model.sampling import SamplingRows, choose_tokens
+from jaxoverlap.model.sampling import SamplingRows, choose_tokens, most_probable, usable
 
 V = 64
 
 
 @partial(jax.jit)
 def _choose(logits, rows, used):
-    return choose_tokens(logits, rows, used)
+    return choose_tokens(logits, rows, used & ~rows.greedy)[0], usable(logits)
 
 
 def choose(logits, *, used=None, **params):
-    """Tokens and finite flags; parameters are scalars or lists, one per row."""
+    """Tokens and which rows were usable; parameters are scalars or lists, one per row."""
     logits = jnp.asarray(logits, dtype=jnp.float32)
     count = logits.shape[0]
 
@@ -38,8 +38,8 @@ def choose(logits, *, used=None, **params):
         position=column("position", 0, jnp.int32),
     )
     used = jnp.ones(count, dtype=bool) if used is None else jnp.asarray(used)
-    tokens, finite = _choose(logits, rows, used)
-    return np.asarray(tokens), np.asarray(finite)
+    tokens, sound = _choose(logits, rows, used)
+    return np.asarray(tokens), np.asarray(sound)
 
 
 def draws(row, count, **params):
@@ -154,8 +154,8 @@ def test_a_row_depends_on_nothing_but_itself():
 
 @pytest.mark.parametrize("temperature", [2e-5, 1e-3, 1e6, 1e30])
 def test_extreme_temperatures_give_a_token(temperature):
-    tokens, finite = choose(random_logits(4) * 1e3, temperature=temperature)
-    assert finite.all()
+    tokens, sound = choose(random_logits(4) * 1e3, temperature=temperature)
+    assert sound.all()
     assert ((tokens >= 0) & (tokens < V)).all()
 
 
@@ -165,11 +165,31 @@ def test_a_nan_or_infinite_logit_marks_its_row_and_no_other(bad, temperature):
     logits = random_logits(4)
     good = choose(logits, temperature=temperature)[0]
     logits[2, 7] = bad
-    tokens, finite = choose(logits, temperature=temperature)
-    assert finite.tolist() == [True, True, False, True]
+    tokens, sound = choose(logits, temperature=temperature)
+    assert sound.tolist() == [True, True, False, True]
     assert (tokens[[0, 1, 3]] == good[[0, 1, 3]]).all()
     logits[2] = -np.inf
     assert choose(logits, temperature=temperature)[1].tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize("vocab", [1, 97, 128, 129, 640, 1000])
+def test_the_most_probable_is_the_lowest_of_equals_in_a_vocabulary_of_any_size(vocab):
+    logits = np.random.default_rng(vocab).integers(0, 4, (50, vocab)).astype(np.float32)
+    logits[7] = -np.inf
+    tokens, highest = map(np.asarray, jax.jit(most_probable)(logits))
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert highest.tolist() == logits.max(-1).tolist()
+
+
+@pytest.mark.parametrize("shape", [(1, 97), (4, 64), (8, 49152), (32, 640), (50, 640), (64, 1000), (64, 49152)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.nan])
+def test_a_bad_logit_is_seen_wherever_it_is_and_however_many_rows_there_are(shape, bad):
+    """The maximum itself is NaN at some of these shapes, and not at others."""
+    rng = np.random.default_rng(1)
+    logits = rng.standard_normal(shape).astype(np.float32)
+    marked = rng.random(shape[0]) < 0.5
+    logits[marked, rng.integers(0, shape[1], marked.sum())] = bad
+    assert np.asarray(jax.jit(usable)(logits)).tolist() == (~marked).tolist()
 
 
 def test_masked_logits_are_never_drawn():
