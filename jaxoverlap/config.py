@@ -77,6 +77,10 @@ class EngineConfig:
         attend as decoding rows do. Slower, for prompts above all.
       max_queue: requests that may wait without having run; None is no limit.
       attention: "auto" or "xla"; "triton" and "mosaic" are refused as not in this build.
+      watchdog_seconds: how much longer than expected a step may take before the state of the pipeline, the last steps
+        and the stacks of all threads are logged and a server is no longer healthy; infinity watches nothing.
+      watchdog_exit_seconds: how much longer than that before the process ends, with exit code 3. None is 30 for
+        commands and servers and infinity, never, for an `LLM` in a program of somebody else.
       compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
 
     Raises:
@@ -106,6 +110,8 @@ class EngineConfig:
     deterministic: bool = False
     max_queue: int | None = None
     attention: Literal["auto", "xla", "triton", "mosaic"] = "auto"
+    watchdog_seconds: float = 5.0
+    watchdog_exit_seconds: float | None = None
     compile_cache: str | PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -141,6 +147,9 @@ class EngineConfig:
         for name in ("decode_wait_ms", "prompt_wait_ms"):
             _check_fraction(name, getattr(self, name), math.inf)
         _check_fraction("gpu_memory_fraction", self.gpu_memory_fraction, 1.0)
+        _check_fraction("watchdog_seconds", self.watchdog_seconds, math.inf)
+        if self.watchdog_exit_seconds is not None:
+            _check_fraction("watchdog_exit_seconds", self.watchdog_exit_seconds, math.inf)
         if self.kv_memory_gib is not None:
             _check_fraction("kv_memory_gib", self.kv_memory_gib, 1e6)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -18,7 +19,10 @@ from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.shared import SharedEngine
+from jaxoverlap.engine.watchdog import Watchdog
 from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError
+from jaxoverlap.observe.chrome_trace import to_chrome
+from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
 from jaxoverlap.prompts import ChatPrompt, Prompt, as_chat, is_chat, is_list_of_prompts, one_for_each
 from jaxoverlap.request import DEFAULT_OPTIONS, RequestOptions
@@ -65,6 +69,8 @@ class LLM:
         self.engine = built.engine
         self._shared = SharedEngine(built.engine, built.tokenizer)
         self._is_warm = False
+        exit_seconds = math.inf if self.config.watchdog_exit_seconds is None else self.config.watchdog_exit_seconds
+        self._watchdog = Watchdog(built.engine, seconds=self.config.watchdog_seconds, exit_seconds=exit_seconds)
         if warm_up:
             self.warm_up()
 
@@ -77,6 +83,7 @@ class LLM:
             if not self._is_warm:
                 self.runner.warm_up(**({"progress": display.track_warm_up} if self._shows(None) else {}))
                 self._is_warm = True
+                self._watchdog.start()
 
     def generate(
         self,
@@ -217,9 +224,37 @@ class LLM:
             self._shared.check_open()
             return self.engine.loop.scheduler.memory_snapshot()
 
+    def start_trace(self, max_steps: int = MAX_STEPS) -> None:
+        """Records from now on what host and device do when; the last `max_steps` steps are kept.
+
+        Raises:
+          ConflictError: that is being done already.
+        """
+        with self._shared.lock:
+            self._shared.check_open()
+            self.engine.start_timeline(max_steps)
+
+    def stop_trace(self) -> dict[str, Any]:
+        """What was recorded, in Chrome's trace event format, for JSON.
+
+        Raises:
+          ConflictError: nothing is being recorded.
+        """
+        with self._shared.lock:
+            timeline = self.engine.stop_timeline()
+        resolved = self.resolved
+        about = {"model": self.model_name, "schedule": resolved.schedule, "lookahead": resolved.lookahead}
+        return to_chrome(timeline, about)
+
+    def step_log(self, last: int | None = None) -> list[dict[str, Any]]:
+        """The last steps of the engine, 1000 at the most, the oldest first; `last` takes so many of the newest."""
+        with self._shared.lock:
+            return [record.to_dict() for record in self.engine.loop.log.last(last)]
+
     def close(self) -> None:
         """Aborts what runs and lets go of the device's memory. Calling it twice is fine."""
         if self._shared.close():
+            self._watchdog.stop()
             self.runner.release()
             self.engine.close()
 

@@ -82,6 +82,7 @@ def batch(
     retry_errors: RetryErrors = False,
     quiet: Quiet = False,
     server: Server = None,
+    trace: command.TraceFile = None,
     *,
     connection: ConnectionOptions,
     engine: EngineOptions,
@@ -120,8 +121,9 @@ def batch(
     answering: AbstractContextManager[tuple[Answering, ModelNames]]
     if server is None:
         connection.check_unused()
-        answering = _in_process(engine.settings(), progress, quiet)
+        answering = _in_process(engine.settings(), progress, quiet, trace)
     else:
+        command.check_no_trace(trace)
         answering = at_server(connection, server, server_model(engine), progress)
     return answer_file(
         source,
@@ -173,8 +175,10 @@ def answer_file(
 
 
 @contextmanager
-def _in_process(settings: dict[str, Any], progress: bool | None, quiet: bool) -> Iterator[tuple[Answering, ModelNames]]:
-    with command.load_llm(settings, progress=progress, quiet=quiet) as llm:
+def _in_process(
+    settings: dict[str, Any], progress: bool | None, quiet: bool, trace: str | None
+) -> Iterator[tuple[Answering, ModelNames]]:
+    with command.load_llm(settings, progress=progress, quiet=quiet) as llm, command.traced(llm, trace):
         yield llm, ModelNames.of(llm.model_name, settings.get("model"))
 
 

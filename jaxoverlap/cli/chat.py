@@ -46,6 +46,7 @@ def chat(
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Nothing on standard error but warnings and errors.")
     ] = False,
+    trace: command.TraceFile = None,
     *,
     connection: ConnectionOptions,
     engine: EngineOptions,
@@ -66,8 +67,9 @@ def chat(
     if server is None:
         connection.check_unused()
         settings = engine.settings(max_running=1)
-        with command.load_llm(settings, progress=None, quiet=quiet) as llm:
+        with command.load_llm(settings, progress=None, quiet=quiet) as llm, command.traced(llm, trace):
             return Chat(llm, params, options, system, quiet).run()
+    command.check_no_trace(trace)
     with connection.client(server, progress=False, model=server_model(engine)) as client:
         return Chat(client, params, options, system, quiet).run()
 

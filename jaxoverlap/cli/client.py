@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import time
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +19,8 @@ from jaxoverlap.cli.command import as_command
 from jaxoverlap.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, ConnectionOptions
 from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, read_prompts, show_answers
 from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
+from jaxoverlap.observe.step_log import describe_step
+from jaxoverlap.observe.trace_page import facts
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 
@@ -155,6 +159,60 @@ def snapshot(
     return command.OK
 
 
+def steps(
+    last: Annotated[int, typer.Option(metavar="N", help="So many of the newest; the log holds 1000.")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="As objects, one in a line.")] = False,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+) -> int:
+    """The last steps of the engine: who was in them, where they wrote and what came of them. The log is always on."""
+    with connection.client(target, progress=False) as client:
+        found = client.step_log(last)
+    for record in found:
+        print(json.dumps(record) if as_json else describe_step(record))
+    return command.OK
+
+
+def trace(
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output", "-o", metavar="FILE", callback=command.writable, help="Compressed, if the name ends in .gz."
+        ),
+    ],
+    seconds: Annotated[float, typer.Option(help="How long. Ctrl-C ends it sooner.")] = 5.0,
+    max_steps: Annotated[
+        int | None, typer.Option(show_default=False, help="Keep the last so many. Default: 2000.")
+    ] = None,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+) -> int:
+    """Record what the server's host and device do when, for `jaxoverlap trace view` or Perfetto."""
+    with connection.client(target, progress=False) as client:
+        client.start_trace(max_steps)
+        with contextlib.suppress(KeyboardInterrupt):
+            time.sleep(seconds)
+        recorded = client.stop_trace()
+    command.save_trace(output, recorded)
+    command.say(" · ".join(f"{name} {value}" for name, value in facts(recorded["otherData"])) or "no steps")
+    return command.OK
+
+
+def profile(
+    steps: Annotated[int | None, typer.Option(show_default=False, help="It ends after so many. Default: 100.")] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End the one that is running.")] = False,
+    target: Target = DEFAULT_TARGET,
+    *,
+    connection: ConnectionOptions,
+) -> int:
+    """Start JAX's profiler in the server, which needs --profile-dir; prints the folder on its machine."""
+    with connection.client(target, progress=False) as client:
+        print(client.stop_profile() if stop else client.start_profile(steps))
+    return command.OK
+
+
 def abort(
     request_ids: Annotated[list[str] | None, typer.Argument(metavar="REQUEST_ID", show_default=False)] = None,
     all_requests: Annotated[bool, typer.Option("--all", help="Whatever runs or waits.")] = False,
@@ -210,5 +268,5 @@ def _print(values: dict[str, Any], as_json: bool, indent: str = "") -> None:
 
 
 app = typer.Typer(no_args_is_help=True, help="Speak with a server that `jaxoverlap serve` runs.")
-for _work in (generate, chat, batch, info, load, health, flush, snapshot, abort, drain):
+for _work in (generate, chat, batch, info, load, health, flush, snapshot, steps, trace, profile, abort, drain):
     app.command(_work.__name__)(as_command(_work))

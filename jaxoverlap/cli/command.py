@@ -20,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -58,6 +58,63 @@ def say(text: str) -> None:
     print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
 
 
+def writable(path: str | None) -> str | None:
+    if path is not None and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
+        raise typer.BadParameter(f"{path!r} is not a file in a folder that is there")
+    return path
+
+
+TraceFile = Annotated[
+    str | None,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        show_default=False,
+        callback=writable,
+        help="Records what host and device do when, in Chrome's trace format (compressed if it ends in .gz), for "
+        "`jaxoverlap trace view` or Perfetto.",
+    ),
+]
+
+
+def check_no_trace(path: str | None) -> None:
+    """Raises CommandError if a trace is asked for of an engine that is not here."""
+    if path is not None:
+        raise CommandError("--trace is for an engine in this process; of a server, use jaxoverlap client trace")
+
+
+@contextmanager
+def traced(llm: LLM, path: str | None) -> Iterator[None]:
+    """Records what the engine does meanwhile, and writes it to a file; None records nothing.
+
+    Raises:
+      CommandError: it can't be written.
+    """
+    if path is None:
+        yield
+        return
+    llm.start_trace()
+    try:
+        yield
+    finally:
+        save_trace(path, llm.stop_trace())
+
+
+def save_trace(path: str, trace: dict[str, Any]) -> None:
+    """Raises CommandError if it can't be written."""
+    from jaxoverlap.observe import trace_file
+
+    try:
+        trace_file.write(path, trace)
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror or error}") from error
+
+
+def watchdog_defaults() -> dict[str, float]:
+    """Settings of an engine that has a process of its own, which may end if it hangs."""
+    return {"watchdog_exit_seconds": 30.0}
+
+
 def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool, warm_up: bool = True) -> LLM:
     """Loads the model and compiles, with the engine's log on standard error and without JAX's.
 
@@ -73,7 +130,7 @@ def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool, wa
     with _starting():
         from jaxoverlap.llm import LLM
 
-        return LLM(progress=False if quiet else progress, warm_up=warm_up, **settings)
+        return LLM(progress=False if quiet else progress, warm_up=warm_up, **(watchdog_defaults() | settings))
 
 
 def warm_up_llm(llm: LLM) -> None:

@@ -56,6 +56,7 @@ def generate(
     prompts: Prompts = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
+    trace: command.TraceFile = None,
     *,
     engine: EngineOptions,
     sampling: SamplingOptions,
@@ -81,9 +82,10 @@ def generate(
         for index, prompt in enumerate(asked):
             _check(llm, prompt, params, index, len(asked))
         command.warm_up_llm(llm)
-        return show_answers(
-            llm, asked, texts, params, options, together=settings["max_running"], as_json=as_json, quiet=quiet
-        )
+        with command.traced(llm, trace):
+            return show_answers(
+                llm, asked, texts, params, options, together=settings["max_running"], as_json=as_json, quiet=quiet
+            )
 
 
 def show_answers(

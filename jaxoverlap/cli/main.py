@@ -10,12 +10,13 @@ import typer
 import typer.core
 
 from jaxoverlap import __version__
-from jaxoverlap.cli import client
+from jaxoverlap.cli import client, trace
 from jaxoverlap.cli.batch import batch
 from jaxoverlap.cli.chat import chat
 from jaxoverlap.cli.command import FAILED, as_command, say
 from jaxoverlap.cli.generate import generate
 from jaxoverlap.cli.serve import serve
+from jaxoverlap.cli.top import top
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 """What typer raises for arguments it can't understand; it has no public name there."""
@@ -52,7 +53,9 @@ app.command("serve")(as_command(serve))
 app.command("generate")(as_command(generate))
 app.command("batch")(as_command(batch))
 app.command("chat")(as_command(chat))
+app.command("top")(as_command(top))
 app.add_typer(client.app, name="client")
+app.add_typer(trace.app, name="trace")
 
 
 def _show_version(wanted: bool) -> None:

@@ -118,6 +118,17 @@ class EngineOptions:
         int | None, _engine(help="Requests that may wait in the engine at most. Default: no limit; for serve 1024.")
     ] = None
     attention: Annotated[str | None, _engine(metavar="auto|xla", help="Attention kernels. Default: auto.")] = None
+    watchdog_seconds: Annotated[
+        float | None,
+        _engine(
+            help="How much longer than expected a step may take before the engine's state is logged and a server is no "
+            "longer healthy; inf: never. Default: 5."
+        ),
+    ] = None
+    watchdog_exit_seconds: Annotated[
+        float | None,
+        _engine(help="How much longer than that before the process ends with exit code 3; inf: never. Default: 30."),
+    ] = None
     compile_cache: Annotated[
         str | None,
         _engine(

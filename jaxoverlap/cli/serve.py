@@ -100,6 +100,7 @@ class OperationOptions:
     profile_dir: Annotated[
         str | None, _operation(metavar="FOLDER", help="Where the admin service's profiles go. Default: none are made.")
     ] = None
+    trace: command.TraceFile = None
     metrics_port: Annotated[
         int | None,
         _operation(
@@ -148,7 +149,7 @@ def serve(
     log_to_stderr("server", config.log_level, config.log_format)
     spec = EngineSpec(
         builder=BUILDER,
-        config=engine.settings(max_queue=DEFAULT_MAX_QUEUE),
+        config=engine.settings(max_queue=DEFAULT_MAX_QUEUE, **command.watchdog_defaults()),
         profile_dir=config.profile_dir,
         progress="jaxoverlap.display:track_warm_up" if sys.stderr.isatty() else None,
         log_level=config.log_level,

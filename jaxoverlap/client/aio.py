@@ -176,6 +176,30 @@ class AsyncClient(ClientBase):
         """As `Client.stop_profile`."""
         return await self._unary(methods.stop_profile())
 
+    async def step_log(self, last: int | None = None) -> list[dict[str, Any]]:
+        """The last steps of the engine, the oldest first: so many of the newest, 100 if it is not said."""
+        return await self._unary(methods.step_log(last))
+
+    async def metrics(self) -> dict[str, Any]:
+        """What the engine has counted since its start; names are those of the Prometheus metrics."""
+        return await self._unary(methods.metrics())
+
+    async def start_trace(self, max_steps: int | None = None) -> None:
+        """Begins to record a timeline, of which the last `max_steps` steps are kept, 2000 if it is not said.
+
+        Raises:
+          ConflictError: one is recorded already.
+        """
+        await self._unary(methods.start_trace(max_steps))
+
+    async def stop_trace(self) -> dict[str, Any]:
+        """Ends the recording; returns it in Chrome's trace event format, for JSON.
+
+        Raises:
+          ConflictError: none is recorded.
+        """
+        return await self._unary(methods.stop_trace())
+
     async def close(self) -> None:
         """As `Client.close`."""
         self._closed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -101,6 +102,31 @@ def start_profile(steps: int | None) -> Unary[str]:
 def stop_profile() -> Unary[str]:
     request = admin_service_pb2.StopProfileRequest()
     return Unary(lambda stubs: stubs.admin.StopProfile, request, lambda reply: reply.trace_dir, retried=False)
+
+
+def step_log(last: int | None) -> Unary[list[dict[str, Any]]]:
+    request = admin_service_pb2.GetStepLogRequest(last=last)
+    return Unary(lambda stubs: stubs.admin.GetStepLog, request, lambda reply: json.loads(reply.json))
+
+
+def metrics() -> Unary[dict[str, Any]]:
+    request = admin_service_pb2.GetMetricsRequest()
+    return Unary(lambda stubs: stubs.admin.GetMetrics, request, lambda reply: json.loads(reply.json))
+
+
+def start_trace(max_steps: int | None) -> Unary[None]:
+    request = admin_service_pb2.StartTraceRequest(max_steps=max_steps)
+    return Unary(lambda stubs: stubs.admin.StartTrace, request, lambda reply: None, retried=False)
+
+
+def stop_trace() -> Unary[dict[str, Any]]:
+    request = admin_service_pb2.StopTraceRequest()
+    return Unary(
+        lambda stubs: stubs.admin.StopTrace,
+        request,
+        lambda reply: json.loads(gzip.decompress(reply.trace)),
+        retried=False,
+    )
 
 
 def memory_snapshot() -> Unary[MemorySnapshot]:

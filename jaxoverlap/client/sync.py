@@ -242,6 +242,30 @@ class Client(ClientBase):
         """Ends the trace; returns its folder."""
         return self._unary(methods.stop_profile())
 
+    def step_log(self, last: int | None = None) -> list[dict[str, Any]]:
+        """The last steps of the engine, the oldest first: so many of the newest, 100 if it is not said."""
+        return self._unary(methods.step_log(last))
+
+    def metrics(self) -> dict[str, Any]:
+        """What the engine has counted since its start; names are those of the Prometheus metrics."""
+        return self._unary(methods.metrics())
+
+    def start_trace(self, max_steps: int | None = None) -> None:
+        """Begins to record a timeline, of which the last `max_steps` steps are kept, 2000 if it is not said.
+
+        Raises:
+          ConflictError: one is recorded already.
+        """
+        self._unary(methods.start_trace(max_steps))
+
+    def stop_trace(self) -> dict[str, Any]:
+        """Ends the recording; returns it in Chrome's trace event format, for JSON.
+
+        Raises:
+          ConflictError: none is recorded.
+        """
+        return self._unary(methods.stop_trace())
+
     def close(self) -> None:
         """Cancels what runs and lets go of the connection. Calling it twice is fine."""
         self._closed = True

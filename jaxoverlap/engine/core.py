@@ -10,7 +10,9 @@ What fails in the engine itself is told to all and ends it.
 from __future__ import annotations
 
 import logging
+import math
 import selectors
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,6 +30,7 @@ from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
 from jaxoverlap.engine.metrics import EngineMetrics
 from jaxoverlap.engine.profiler import Profiler
+from jaxoverlap.engine.watchdog import Watchdog
 from jaxoverlap.errors import (
     AbortedError,
     ConflictError,
@@ -35,6 +38,7 @@ from jaxoverlap.errors import (
     JaxOverlapError,
     ServerUnavailableError,
 )
+from jaxoverlap.observe import trace_file
 from jaxoverlap.request import Request, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import StepOutput
@@ -63,16 +67,34 @@ class Owner:
         self.num_scores = self.num_preemptions = 0
 
 
+def _answer_later(link: Link, question: int, work: Callable[[], Any]) -> None:
+    """What takes long, in a thread of its own."""
+    try:
+        link.post_from_aside("answer", question, work(), None)
+    except Exception as error:
+        logger.exception("a question could not be answered")
+        link.post_from_aside("answer", question, None, messages.error_to_wire(EngineError(f"internal error: {error}")))
+
+
 class EngineCore:
     """See the module's rules.
 
     Args:
       supervisor: may ask as front ends do; the engine runs until it goes.
       frontends: in the order of their indices.
+      watchdog_seconds, watchdog_exit_seconds: see `Watchdog`.
     """
 
     def __init__(
-        self, engine: Engine, facts: EngineFacts, profiler: Profiler, supervisor: Link, frontends: Sequence[Link]
+        self,
+        engine: Engine,
+        facts: EngineFacts,
+        profiler: Profiler,
+        supervisor: Link,
+        frontends: Sequence[Link],
+        *,
+        watchdog_seconds: float = math.inf,
+        watchdog_exit_seconds: float = math.inf,
     ) -> None:
         self.engine = engine
         self.facts = facts
@@ -92,6 +114,9 @@ class EngineCore:
         self._had_work = False
         self._selector = selectors.DefaultSelector()
         self._door = Door(engine)
+        self._watchdog = Watchdog(
+            engine, seconds=watchdog_seconds, exit_seconds=watchdog_exit_seconds, on_stall=self._tell_stall
+        )
         self._selector.register(self._door.bell, selectors.EVENT_READ)
         for link in self._links:
             self._selector.register(link.socket, selectors.EVENT_READ, link)
@@ -103,6 +128,7 @@ class EngineCore:
           Exception: whatever broke the engine; the front ends have been told.
         """
         self._broadcast("ready", vars(self.facts))
+        self._watchdog.start()
         try:
             while self._supervisor.is_open:
                 self._turn()
@@ -112,6 +138,7 @@ class EngineCore:
             self._broadcast("failed", text)
             raise
         finally:
+            self._watchdog.stop()
             for link in self._links:
                 link.close()
             self._selector.close()
@@ -121,16 +148,21 @@ class EngineCore:
     # ---------------------------------------------------------------- a turn
 
     def _turn(self) -> None:
-        self._read(wait=not (self.engine.has_work or self._inbox))
+        watch, is_idle = self.engine.loop.watch, not (self.engine.has_work or self._inbox)
+        self._read(wait=is_idle)
+        if is_idle:
+            watch.skip()
         for _ in range(min(len(self._inbox), MAX_COMMANDS)):
             self._do(*self._inbox.popleft())
         for entry, compiled in self._door.take_compiled():
             self._enter(entry, compiled)
+        watch.end("ingest")
         if self.engine.has_work:
             self._step()
         self._report()
         for link in self._links:
             link.flush()
+        watch.end("send")
 
     def _read(self, *, wait: bool) -> None:
         blocked = [link for link in self._links if wait and link.has_unsent]
@@ -213,6 +245,11 @@ class EngineCore:
         self._had_work = self.has_work
         self._next_status = time.monotonic() + _STATUS_SECONDS
         self._broadcast("status", vars(self.status()))
+
+    def _tell_stall(self, seconds: float) -> None:
+        """In the watchdog's thread."""
+        for link in list(self._links):
+            link.post_from_aside("stalled", seconds)
 
     def _broadcast(self, *message: Any) -> None:
         for link in self._links:
@@ -311,7 +348,10 @@ class EngineCore:
             answer, error = self._QUESTIONS[name](self, *arguments), None
         except JaxOverlapError as refusal:
             answer, error = None, messages.error_to_wire(refusal)
-        link.post("answer", question, answer, error)
+        if callable(answer):
+            threading.Thread(target=_answer_later, args=(link, question, answer), daemon=True).start()
+        else:
+            link.post("answer", question, answer, error)
 
     def _get_status(self) -> dict[str, Any]:
         return vars(self.status())
@@ -357,6 +397,16 @@ class EngineCore:
     def _stop_profile(self) -> str:
         return self._profiler.stop()
 
+    def _step_log(self, last: int) -> list[dict[str, Any]]:
+        return [record.to_dict() for record in self.engine.loop.log.last(last)]
+
+    def _start_trace(self, max_steps: int) -> None:
+        self.engine.start_timeline(max_steps)
+
+    def _stop_trace(self) -> Callable[[], bytes]:
+        timeline = self.engine.stop_timeline()
+        return lambda: trace_file.packed(timeline, {"model": self.facts.name, "schedule": self.facts.schedule})
+
     _QUESTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
         "status": _get_status,
         "metrics": _get_metrics,
@@ -366,4 +416,7 @@ class EngineCore:
         "memory_snapshot": _memory_snapshot,
         "start_profile": _start_profile,
         "stop_profile": _stop_profile,
+        "step_log": _step_log,
+        "start_trace": _start_trace,
+        "stop_trace": _stop_trace,
     }

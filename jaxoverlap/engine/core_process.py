@@ -10,6 +10,7 @@ import gc
 import importlib
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -70,7 +71,8 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
     from jaxoverlap.engine.profiler import Profiler
 
     options = {} if spec.progress is None else {"progress": _named(spec.progress)}
-    built = _named(spec.builder)(EngineConfig(**spec.config), **options)
+    config = EngineConfig(**spec.config)
+    built = _named(spec.builder)(config, **options)
     scheduler = built.resolved.scheduler
     source = built.tokenizer_source
     if isinstance(source, Mapping):
@@ -94,7 +96,15 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
     # What start-up has left behind lives for ever; without this each full collection would walk through it.
     gc.collect()
     gc.freeze()
-    return EngineCore(built.engine, facts, Profiler(spec.profile_dir), links[0], links[1:])
+    return EngineCore(
+        built.engine,
+        facts,
+        Profiler(spec.profile_dir),
+        links[0],
+        links[1:],
+        watchdog_seconds=config.watchdog_seconds,
+        watchdog_exit_seconds=math.inf if config.watchdog_exit_seconds is None else config.watchdog_exit_seconds,
+    )
 
 
 def _named(path: str) -> Callable[..., Any]:

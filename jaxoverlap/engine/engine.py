@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxoverlap.constraint import CompiledConstraint, ConstraintCompiler
 from jaxoverlap.engine.loop import OverlapLoop
-from jaxoverlap.errors import EngineError, InvalidRequestError, UnsupportedError
+from jaxoverlap.errors import ConflictError, EngineError, InvalidRequestError, UnsupportedError
+from jaxoverlap.observe.timeline import MAX_STEPS, Timeline
 from jaxoverlap.request import DEFAULT_OPTIONS, Request, RequestOptions
 from jaxoverlap.runtime.result_queue import Runner
 from jaxoverlap.sampling_params import SamplingParams
@@ -29,6 +30,7 @@ class Engine:
       limits: what a request may be.
       eos_token_ids: the model's own end-of-sequence ids.
       constraints: compiles what texts must be; without it, requests for structured output are refused.
+      turn_began: seconds of `time.monotonic`, None between two steps; for the watchdog, from any thread.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Engine:
         self.loop = OverlapLoop(Scheduler(config, clock), runner, lookahead)
         self._request_ids = itertools.count()
         self._failure: EngineError | None = None
+        self.turn_began: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -175,15 +178,43 @@ class Engine:
         """One turn of the loop.
 
         Raises:
-          EngineError: the device or the engine failed. Everything in flight is lost and the engine is dead.
+          EngineError: the device or the engine failed. Everything in flight is lost and the engine is dead. A note of
+            the error, which a traceback shows, has the last steps.
         """
         if self._failure is not None:
             raise self._failure
+        self.turn_began = time.monotonic()
         try:
             return self.loop.turn()
         except Exception as error:
             self._failure = EngineError(f"the engine failed and must be restarted: {type(error).__name__}: {error}")
+            self._failure.add_note(f"last steps:\n{self.loop.log.describe()}")
             raise self._failure from error
+        finally:
+            self.turn_began = None
+
+    def start_timeline(self, max_steps: int = MAX_STEPS) -> None:
+        """Records from now on what happens when; the last `max_steps` steps are kept.
+
+        Raises:
+          ConflictError: that is being done already.
+        """
+        if self.loop.timeline is not None:
+            raise ConflictError("a timeline is being recorded already")
+        self.loop.timeline = Timeline(max_steps)
+        self.loop.timeline.start(self.loop.watch, self.loop.scheduler.now())
+
+    def stop_timeline(self) -> Timeline:
+        """What was recorded; `chrome_trace.to_chrome` makes a file of it.
+
+        Raises:
+          ConflictError: nothing is being recorded.
+        """
+        timeline, self.loop.timeline = self.loop.timeline, None
+        if timeline is None:
+            raise ConflictError("no timeline is being recorded")
+        timeline.stop(self.loop.watch)
+        return timeline
 
     def close(self) -> None:
         """Lets go of what compiles constraints."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 from typing import Any
 
 from jaxoverlap.engine import messages
@@ -35,6 +36,8 @@ class Link:
         self.news = messages.News()
         self.is_open = True
         self._unsent = bytearray()
+        self._lock = threading.Lock()
+        """Of what is unsent, for `post_from_aside`."""
         self._unpacker = messages.new_unpacker()
         connection.setblocking(False)
 
@@ -64,33 +67,52 @@ class Link:
 
     def post(self, *message: Any) -> None:
         """Sends a message, after the news that are older."""
-        self._pack_news()
-        self._unsent += messages.pack(*message)
+        with self._lock:
+            self._pack_news()
+            self._unsent += messages.pack(*message)
+
+    def post_from_aside(self, *message: Any) -> None:
+        """Sends a message from another thread than the engine's, which may be stuck; it may overtake news."""
+        with self._lock:
+            if self.is_open:
+                self._unsent += messages.pack(*message)
+                self._send_packed()
 
     def flush(self) -> None:
         """Sends what the socket takes."""
+        with self._lock:
+            self._flush()
+
+    def _flush(self) -> None:
         while self.is_open and self.has_unsent:
             if not self._unsent or len(self.news.keys) > _MAX_JOINED:
                 self._pack_news()
-            try:
-                sent = self.socket.send(self._unsent)
-            except BlockingIOError:
-                if len(self._unsent) > MAX_UNSENT:
-                    logger.error("front end %d has not read for %d bytes: given up", self.index, len(self._unsent))
-                    self._give_up(None)
+            if not self._send_packed():
                 return
-            except OSError as error:
-                self._give_up(error)
-                return
-            del self._unsent[:sent]
+
+    def _send_packed(self) -> bool:
+        """False if nothing more can be sent now."""
+        try:
+            sent = self.socket.send(self._unsent)
+        except BlockingIOError:
+            if len(self._unsent) > MAX_UNSENT:
+                logger.error("front end %d has not read for %d bytes: given up", self.index, len(self._unsent))
+                self._give_up(None)
+            return False
+        except OSError as error:
+            self._give_up(error)
+            return False
+        del self._unsent[:sent]
+        return True
 
     def close(self, timeout: float = 1.0) -> None:
         """Sends what is left, as far as that goes in `timeout` seconds."""
         if self.is_open:
             self.socket.settimeout(timeout)
             self.flush()
-        self.is_open = False
-        self.socket.close()
+        with self._lock:
+            self.is_open = False
+            self.socket.close()
 
     def _pack_news(self) -> None:
         if self.news:

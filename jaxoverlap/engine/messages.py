@@ -13,6 +13,7 @@
       news      `News`                                           at most one a step, for all requests together
       status    `EngineStatus`                                   when work begins and ends, and twice a second between
       answer    question, value, error
+      stalled   seconds                                          a step takes far too long; anything later takes it back
       failed    text                                             the last message of an engine that is dead
 
 A key names one sequence and is the front end's own; it never uses one twice. A message is sent whole and in order, so

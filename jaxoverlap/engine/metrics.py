@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxoverlap.engine.loop import OverlapLoop
 from jaxoverlap.observe.histogram import Histogram
+from jaxoverlap.observe.step_times import HOST_LAPS, LAPS
 from jaxoverlap.outputs import FinishReason
 from jaxoverlap.request import Request
 from jaxoverlap.scheduler.plan import StepOutput
@@ -40,6 +41,8 @@ class EngineMetrics:
         self._requests: dict[int, _Progress] = {}
         self._started = self._steps = self._overlapped_steps = self._prompt_tokens = self._generation_tokens = 0
         self._exposed_host_seconds = 0.0
+        self._boundaries = dict.fromkeys(LAPS, 0.0)
+        self._exposed_boundaries = dict.fromkeys(HOST_LAPS, 0.0)
         self._finished = Counter({reason.value: 0 for reason in FinishReason})
         self._histograms = {
             "time_to_first_token_seconds": Histogram(_FIRST_TOKEN_SECONDS),
@@ -63,6 +66,12 @@ class EngineMetrics:
             self._overlapped_steps += times.in_flight > 0
             self._exposed_host_seconds += times.exposed
             self._histograms["step_host_seconds"].add(times.host)
+            laps = self._boundaries
+            for name in LAPS:
+                laps[name] += getattr(times, name)
+            if not times.is_hidden:
+                for name in HOST_LAPS:
+                    self._exposed_boundaries[name] += getattr(times, name)
         self._generation_tokens += len(output.token_ids)
         self._count_tokens(output)
         for request in output.finished:
@@ -115,6 +124,8 @@ class EngineMetrics:
             "steps": self._steps,
             "overlapped_steps": self._overlapped_steps,
             "exposed_host_seconds": self._exposed_host_seconds,
+            "boundary_seconds": dict(self._boundaries),
+            "boundary_exposed_seconds": dict(self._exposed_boundaries),
             "compiles_after_ready": self._loop.runner.compiles_after_ready,
             **{name: histogram.read() for name, histogram in self._histograms.items()},
         }

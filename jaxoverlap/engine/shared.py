@@ -91,6 +91,7 @@ class SharedEngine:
                 output = self.engine.step()
                 for request in (*output.requests, *output.finished):
                     self._collect(request)
+                self.engine.loop.watch.end("detokenize")
             return len(output.token_ids)
 
     def _collect(self, request: Request) -> None:

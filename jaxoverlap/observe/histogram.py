@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,3 +31,19 @@ class Histogram:
     def read(self) -> dict[str, Any]:
         """`bounds`; `counts`: of the values up to each bound and of all of them; `sum`."""
         return {"bounds": self._bounds.tolist(), "counts": np.cumsum(self._counts).tolist(), "sum": self._sum}
+
+
+def quantile(before: Mapping[str, Any], after: Mapping[str, Any], share: float) -> float | None:
+    """Of the values counted between two readings: at most this is `share` of them, as well as the bounds tell.
+
+    Between two bounds values are taken to be spread evenly, and beyond the last they count as it. None: there are none.
+    """
+    counts = [new - old for new, old in zip(after["counts"], before["counts"], strict=True)]
+    if not counts[-1]:
+        return None
+    wanted, low, below = share * counts[-1], 0.0, 0
+    for bound, count in zip(after["bounds"], counts, strict=False):
+        if count >= wanted:
+            return low + (bound - low) * (wanted - below) / (count - below)
+        low, below = bound, count
+    return low

@@ -14,12 +14,15 @@ import grpc
 from jaxoverlap import __version__
 from jaxoverlap.engine.messages import EngineFacts
 from jaxoverlap.errors import InvalidRequestError, ServerUnavailableError
+from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.server.engine_client import EngineClient
 from jaxoverlap.server.generate_service import GenerateService
 from jaxoverlap.v1 import admin_service_pb2 as pb
 from jaxoverlap.v1 import admin_service_pb2_grpc
 
 API_VERSION = "v1"
+STEP_LOG_LAST, TRACE_STEPS = 100, 2000
+"""Steps, where a request does not say how many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +147,29 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             if page["request_id"] is not None:
                 page["request_id"] = self._instance.request_id(*page["request_id"])
         return pb.GetMemorySnapshotResponse(json=json.dumps(snapshot))
+
+    async def GetStepLog(
+        self, request: pb.GetStepLogRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetStepLogResponse:
+        last = request.last if request.HasField("last") else STEP_LOG_LAST
+        return pb.GetStepLogResponse(json=json.dumps(await self._engine.ask("step_log", last)))
+
+    async def GetMetrics(
+        self, request: pb.GetMetricsRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetMetricsResponse:
+        return pb.GetMetricsResponse(json=json.dumps(await self._engine.ask("metrics")))
+
+    async def StartTrace(
+        self, request: pb.StartTraceRequest, context: grpc.aio.ServicerContext
+    ) -> pb.StartTraceResponse:
+        steps = request.max_steps if request.HasField("max_steps") else TRACE_STEPS
+        if not 1 <= steps <= MAX_STEPS:
+            raise InvalidRequestError("max_steps", steps, f"use an integer from 1 to {MAX_STEPS}")
+        await self._engine.ask("start_trace", steps)
+        return pb.StartTraceResponse()
+
+    async def StopTrace(self, request: pb.StopTraceRequest, context: grpc.aio.ServicerContext) -> pb.StopTraceResponse:
+        return pb.StopTraceResponse(trace=await self._engine.ask("stop_trace"))
 
     def _facts(self) -> EngineFacts:
         if self._engine.failure is not None:

@@ -36,6 +36,7 @@ class ServerConfig:
       stall_timeout: seconds without a step, with work pending, after which health says NOT_SERVING.
       grace: seconds that running calls get when the server is asked to stop.
       profile_dir: where `StartProfile` writes; None refuses it.
+      trace: file for a timeline of the last steps, written when the server stops; None records none.
       metrics_port: of Prometheus metrics over HTTP, 0 takes a free one; None serves none.
       metrics_host: where that port is; they have numbers only, and no TLS.
       otlp_traces_endpoint: URL of an OpenTelemetry collector for traces, by OTLP over HTTP; None sends none.
@@ -66,6 +67,7 @@ class ServerConfig:
     stall_timeout: float = 30.0
     grace: float = 30.0
     profile_dir: str | None = None
+    trace: str | None = None
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
     otlp_traces_endpoint: str | None = None

@@ -37,6 +37,7 @@ class EngineClient:
     Attributes:
       facts: None until the engine is ready.
       status: as the engine told it last.
+      is_stalled: its watchdog says that a step takes far too long.
       failure: why nothing is taken any more; None if all is well.
     """
 
@@ -48,6 +49,7 @@ class EngineClient:
     ) -> None:
         self.facts: EngineFacts | None = None
         self.status = EngineStatus()
+        self.is_stalled = False
         self.failure: JaxOverlapError | None = None
         self._reader, self._writer, self._on_ready = reader, writer, on_ready
         self._samples: dict[int, tuple[Call, Sample]] = {}
@@ -155,6 +157,7 @@ class EngineClient:
             await self._lose("the engine is gone")
 
     async def _take(self, message: list[Any]) -> None:
+        self.is_stalled = False
         match message:
             case ["news", news]:
                 self._take_news(messages.News(*news))
@@ -178,6 +181,10 @@ class EngineClient:
                 facts = EngineFacts(**facts)
                 await self._on_ready(facts)
                 self.facts = facts
+                await self._tell_status()
+            case ["stalled", seconds]:
+                logger.error("the engine hangs: a step has taken %.1f s", seconds)
+                self.is_stalled = True
                 await self._tell_status()
             case ["failed", text]:
                 await self._lose(text)

@@ -148,6 +148,9 @@ class FrontEnd:
     async def _keep_house(self) -> None:
         while True:
             await self._health.update()
+            if self._health.is_beyond_hope:
+                self._supervisor.send("failed", "the engine hangs")
+                return
             if not self._announced and self._engine.facts is not None:
                 self._supervisor.send("ready")
                 self._announced = True

@@ -1,6 +1,7 @@
 """What grpc.health.v1 says of a front end.
 
-""                             liveness: the front end answers, and its engine is neither dead nor hangs
+""                             liveness: the front end answers, and its engine is neither dead nor hangs: its watchdog
+                               has not barked, and it is not silent for longer than the stall timeout
 jaxoverlap.v1.GenerateService  readiness: besides, the engine is warm and does not drain
 jaxoverlap.v1.AdminService     as liveness
 """
@@ -23,6 +24,9 @@ ADMIN = admin_service_pb2.DESCRIPTOR.services_by_name["AdminService"].full_name
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
+_LAST_HOPE_SECONDS = 60.0
+"""Of silence, beyond the stall timeout."""
+
 
 class Health:
     """Keeps the health service's answers true.
@@ -39,16 +43,21 @@ class Health:
         self._engine, self._stall_timeout = engine, stall_timeout
         self._said: dict[str, bool] = {}
 
+    @property
+    def is_beyond_hope(self) -> bool:
+        """The engine has been silent for so long that it is not even able to end itself."""
+        return self._engine.seconds_silent() > self._stall_timeout + _LAST_HOPE_SECONDS
+
     async def update(self) -> None:
         engine = self._engine
         silent = engine.seconds_silent()
-        is_alive = engine.failure is None and silent <= self._stall_timeout
+        is_alive = engine.failure is None and silent <= self._stall_timeout and not engine.is_stalled
         is_ready = is_alive and engine.facts is not None and not engine.status.draining
         for service, serves in (("", is_alive), (ADMIN, is_alive), (GENERATE, is_ready)):
             if self._said.get(service) != serves:
                 if service == GENERATE and service in self._said:
                     logger.info("%s is %s", service, "SERVING" if serves else "NOT_SERVING")
-                if service == "" and not serves and engine.failure is None:
+                if service == "" and not serves and silent > self._stall_timeout and engine.failure is None:
                     logger.error("the engine has work and has made no step for %.1f s", silent)
                 self._said[service] = serves
                 await self.servicer.set(service, _SERVING if serves else _NOT_SERVING)

@@ -48,6 +48,10 @@ COUNTERS = {
     "compiles_after_ready": "Functions compiled while serving; anything but 0 is a bug.",
 }
 BY_REASON = {"request_success": "Requests (sequences) that have ended, by reason, aborted and error included."}
+BY_BOUNDARY = {
+    "boundary_seconds": "Time of steps by where it went: plan, launch, mask, wait, commit, ingest, send, other.",
+    "boundary_exposed_seconds": "Of it, host work during which the device may have been idle, at the most.",
+}
 HISTOGRAMS = {
     "time_to_first_token_seconds": "From the call to the first token.",
     "inter_token_latency_seconds": "Between two tokens of a request.",
@@ -98,11 +102,12 @@ def families(values: dict[str, Any]) -> Iterator[Metric]:
         yield GaugeMetricFamily(_PREFIX + name, text, value=values[name])
     for name, text in COUNTERS.items():
         yield CounterMetricFamily(_PREFIX + name, text, value=values[name])
-    for name, text in BY_REASON.items():
-        counter = CounterMetricFamily(_PREFIX + name, text, labels=["finished_reason"])
-        for reason, count in values[name].items():
-            counter.add_metric([reason], count)
-        yield counter
+    for names, label in ((BY_REASON, "finished_reason"), (BY_BOUNDARY, "boundary")):
+        for name, text in names.items():
+            counter = CounterMetricFamily(_PREFIX + name, text, labels=[label])
+            for labelled, value in values[name].items():
+                counter.add_metric([labelled], value)
+            yield counter
     for name, text in HISTOGRAMS.items():
         read = values[name]
         bounds = [*map(str, read["bounds"]), "+Inf"]

@@ -96,6 +96,7 @@ async def _run(
         (engine_part, engine_control),
         [(part, controls[index][0]) for index, part in enumerate(frontends)],
         grace=config.grace,
+        trace=config.trace,
         on_ready=lambda model: on_ready(model, address),
     )
     if collector is not None:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from jaxoverlap.errors import ServerUnavailableError
+from jaxoverlap.observe import trace_file
+from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.server.control import Control
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,9 @@ STOPPED, FAILED = 0, 2
 
 _FLUSH_SECONDS = 1.0
 """What answers that are complete get to leave, at least, before a front end ends."""
+
+_TRACE_SECONDS = 30.0
+"""What the engine gets to hand out a timeline."""
 
 _EXIT_SECONDS = 1.0
 """What a process gets to exit before it is killed."""
@@ -53,6 +58,7 @@ class Supervisor:
     Args:
       engine, frontends: started already, each with the socket to it.
       grace: seconds that running calls get to finish.
+      trace: file for the engine's timeline, which is recorded from its start until it is stopped; None records none.
       on_ready: called with the name of the model when all are ready.
     """
 
@@ -62,11 +68,12 @@ class Supervisor:
         frontends: Sequence[tuple[Part, socket.socket]],
         *,
         grace: float,
+        trace: str | None = None,
         on_ready: Callable[[str], None],
     ) -> None:
         self._engine, self._frontends = engine[0], [part for part, _ in frontends]
         self._sockets = dict([engine, *frontends])
-        self._grace, self._on_ready = grace, on_ready
+        self._grace, self._trace, self._on_ready = grace, trace, on_ready
         self._controls: dict[Part, Control] = {}
         self._events: asyncio.Queue[tuple[Part | None, list[Any]]] = asyncio.Queue()
         self._exits: dict[Part, asyncio.Task[int]] = {}
@@ -108,16 +115,19 @@ class Supervisor:
         """
         if not self._engine_is_ready or self._exits[self._engine].done():
             raise ServerUnavailableError("there is no engine that could answer")
-        question = self._ask_engine("metrics")
+        return await self._answer_of_engine("metrics")
+
+    async def _answer_of_engine(self, name: str) -> Any:
+        question = self._ask_engine(name)
         answer = self._questions[question] = asyncio.get_running_loop().create_future()
         try:
             return await answer
         finally:
             del self._questions[question]
 
-    def _ask_engine(self, name: str) -> int:
+    def _ask_engine(self, name: str, *arguments: Any) -> int:
         question = next(self._question_ids)
-        self._controls[self._engine].send("ask", question, name, [])
+        self._controls[self._engine].send("ask", question, name, list(arguments))
         return question
 
     async def _listen_to(self, part: Part) -> None:
@@ -156,6 +166,8 @@ class Supervisor:
                 case (part, ["ready", *facts]) if part is not None:
                     if part is self._engine:
                         model, self._engine_is_ready = facts[0]["name"], True
+                        if self._trace is not None:
+                            self._ask_engine("start_trace", MAX_STEPS)
                     awaited.discard(part)
                     if not awaited:
                         self._on_ready(model)
@@ -183,8 +195,19 @@ class Supervisor:
             for frontend in self._frontends:
                 self._controls[frontend].send("stop", flush, self._is_drained)
         await self._all_gone(self._frontends, flush + _EXIT_SECONDS)
+        if self._trace is not None and self._engine_is_ready and self.failure is None:
+            await self._save_trace(self._trace)
         self._controls[self._engine].close()
         await self._all_gone([self._engine], _EXIT_SECONDS)
+
+    async def _save_trace(self, path: str) -> None:
+        try:
+            packed = await asyncio.wait_for(self._answer_of_engine("stop_trace"), _TRACE_SECONDS)
+            if packed is not None:
+                trace_file.save(path, packed)
+                logger.info("trace written to %s", path)
+        except (OSError, TimeoutError) as error:
+            logger.error("no trace: %s", error or "the engine does not answer")
 
     async def _all_gone(self, parts: Sequence[Part], seconds: float) -> None:
         """Waits for their ends, or for one more signal."""

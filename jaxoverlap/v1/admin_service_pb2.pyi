@@ -147,3 +147,45 @@ class GetMemorySnapshotResponse(_message.Message):
     JSON_FIELD_NUMBER: _ClassVar[int]
     json: str
     def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class GetStepLogRequest(_message.Message):
+    __slots__ = ("last",)
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    last: int
+    def __init__(self, last: _Optional[int] = ...) -> None: ...
+
+class GetStepLogResponse(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class GetMetricsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetMetricsResponse(_message.Message):
+    __slots__ = ("json",)
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    def __init__(self, json: _Optional[str] = ...) -> None: ...
+
+class StartTraceRequest(_message.Message):
+    __slots__ = ("max_steps",)
+    MAX_STEPS_FIELD_NUMBER: _ClassVar[int]
+    max_steps: int
+    def __init__(self, max_steps: _Optional[int] = ...) -> None: ...
+
+class StartTraceResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopTraceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StopTraceResponse(_message.Message):
+    __slots__ = ("trace",)
+    TRACE_FIELD_NUMBER: _ClassVar[int]
+    trace: bytes
+    def __init__(self, trace: _Optional[bytes] = ...) -> None: ...

@@ -80,6 +80,26 @@ class AdminServiceStub:
                 request_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMemorySnapshotRequest.SerializeToString,
                 response_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMemorySnapshotResponse.FromString,
                 _registered_method=True)
+        self.GetStepLog = channel.unary_unary(
+                '/jaxoverlap.v1.AdminService/GetStepLog',
+                request_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetStepLogRequest.SerializeToString,
+                response_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetStepLogResponse.FromString,
+                _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/jaxoverlap.v1.AdminService/GetMetrics',
+                request_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
+        self.StartTrace = channel.unary_unary(
+                '/jaxoverlap.v1.AdminService/StartTrace',
+                request_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StartTraceRequest.SerializeToString,
+                response_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StartTraceResponse.FromString,
+                _registered_method=True)
+        self.StopTrace = channel.unary_unary(
+                '/jaxoverlap.v1.AdminService/StopTrace',
+                request_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StopTraceRequest.SerializeToString,
+                response_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StopTraceResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -143,6 +163,34 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStepLog(self, request, context):
+        """The last steps, from a log that is always on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """What the engine has counted since its start; the names are those of the Prometheus metrics.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StartTrace(self, request, context):
+        """Records a timeline of host, device and requests; FAILED_PRECONDITION while another is recorded.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StopTrace(self, request, context):
+        """Ends the recording and returns it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -190,6 +238,26 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.GetMemorySnapshot,
                     request_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMemorySnapshotRequest.FromString,
                     response_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMemorySnapshotResponse.SerializeToString,
+            ),
+            'GetStepLog': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStepLog,
+                    request_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetStepLogRequest.FromString,
+                    response_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetStepLogResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMetricsRequest.FromString,
+                    response_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.GetMetricsResponse.SerializeToString,
+            ),
+            'StartTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.StartTrace,
+                    request_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StartTraceRequest.FromString,
+                    response_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StartTraceResponse.SerializeToString,
+            ),
+            'StopTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.StopTrace,
+                    request_deserializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StopTraceRequest.FromString,
+                    response_serializer=jaxoverlap_dot_v1_dot_admin__service__pb2.StopTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -436,6 +504,114 @@ class AdminService:
             '/jaxoverlap.v1.AdminService/GetMemorySnapshot',
             jaxoverlap_dot_v1_dot_admin__service__pb2.GetMemorySnapshotRequest.SerializeToString,
             jaxoverlap_dot_v1_dot_admin__service__pb2.GetMemorySnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStepLog(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxoverlap.v1.AdminService/GetStepLog',
+            jaxoverlap_dot_v1_dot_admin__service__pb2.GetStepLogRequest.SerializeToString,
+            jaxoverlap_dot_v1_dot_admin__service__pb2.GetStepLogResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxoverlap.v1.AdminService/GetMetrics',
+            jaxoverlap_dot_v1_dot_admin__service__pb2.GetMetricsRequest.SerializeToString,
+            jaxoverlap_dot_v1_dot_admin__service__pb2.GetMetricsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StartTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxoverlap.v1.AdminService/StartTrace',
+            jaxoverlap_dot_v1_dot_admin__service__pb2.StartTraceRequest.SerializeToString,
+            jaxoverlap_dot_v1_dot_admin__service__pb2.StartTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StopTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxoverlap.v1.AdminService/StopTrace',
+            jaxoverlap_dot_v1_dot_admin__service__pb2.StopTraceRequest.SerializeToString,
+            jaxoverlap_dot_v1_dot_admin__service__pb2.StopTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

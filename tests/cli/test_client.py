@@ -44,7 +44,7 @@ def test_options_are_those_of_the_client():
     assert DEFAULT_TARGET == CLIENT_TARGET
 
 
-COMMANDS = "generate chat batch info load health flush snapshot abort drain".split()  # noqa: SIM905
+COMMANDS = "generate chat batch info load health flush snapshot abort steps trace profile drain".split()  # noqa: SIM905
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -230,3 +230,24 @@ def test_ctrl_c_ends_an_answer_and_its_call(start, server):
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (130, b"") and server.calls[0].is_cancelled()
+
+
+def test_steps_of_the_engine(client):
+    result = client("steps", "--last", 2)
+    line = (
+        "turn 4 step 3 decode in flight · tokens 2 of 2 rows · requests 7,8 · rows 0,2 · committed 5,9 · "
+        "allocated 16,16 · pages 1 new, 4 used · queue 2 running, 1 waiting, 1 in flight\n"
+    )
+    assert (result.exit_code, result.stdout) == (0, 2 * line)
+    assert json.loads(client("steps", "--last", 1, "--json").stdout)["slots"] == [[[5, 5]], [[57, 57]]]
+
+
+def test_a_trace_of_the_server(client, tmp_path):
+    result = client("trace", "-o", tmp_path / "t.json", "--seconds", 0, "--max-steps", 7)
+    assert result.exit_code == 0 and result.stderr == "model fake\n"
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"] == {"model": "fake"}
+
+
+def test_a_profile_of_the_server(client):
+    assert client("profile", "--steps", 3).stdout == "/traces/3\n"
+    assert client("profile", "--stop").stdout == "/traces/0\n"

@@ -10,6 +10,7 @@ asked for. A prompt of ids is shown as they are, a chat by its messages' content
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 import time
@@ -51,6 +52,29 @@ SNAPSHOT = {
     "locked": 0,
     "evictable": 0,
     "promised": 0,
+}
+STEP = {
+    "turn": 4,
+    "step_id": 3,
+    "kind": "decode",
+    "state": "in flight",
+    "tokens": 2,
+    "request_ids": [7, 8],
+    "rows": [0, 2],
+    "generations": [1, 0],
+    "chunks": [],
+    "committed_len": [5, 9],
+    "allocated_len": [16, 16],
+    "new_pages": [[], [3]],
+    "slots": [[[5, 5]], [[57, 57]]],
+    "running": 2,
+    "waiting": 1,
+    "pages_used": 4,
+    "in_flight": 1,
+    "launched": 1.5,
+    "ready": None,
+    "committed": None,
+    "finished": {},
 }
 
 
@@ -272,6 +296,23 @@ class FakeServer(generate_service_pb2_grpc.GenerateServiceServicer, admin_servic
     def StopProfile(self, request, context):
         self._admin(request, context)
         return admin_service_pb2.StopProfileResponse(trace_dir="/traces/0")
+
+    def GetStepLog(self, request, context):
+        self._admin(request, context)
+        return admin_service_pb2.GetStepLogResponse(json=json.dumps([STEP] * request.last))
+
+    def GetMetrics(self, request, context):
+        self._admin(request, context)
+        return admin_service_pb2.GetMetricsResponse(json=json.dumps(next(self.metrics)))
+
+    def StartTrace(self, request, context):
+        self._admin(request, context)
+        return admin_service_pb2.StartTraceResponse()
+
+    def StopTrace(self, request, context):
+        self._admin(request, context)
+        trace = {"traceEvents": [], "otherData": {"model": NAME}}
+        return admin_service_pb2.StopTraceResponse(trace=gzip.compress(json.dumps(trace).encode()))
 
     def GetMemorySnapshot(self, request, context):
         self._admin(request, context)

@@ -1,4 +1,4 @@
-from jaxoverlap.observe.histogram import Histogram
+from jaxoverlap.observe.histogram import Histogram, quantile
 
 
 def test_values_are_counted_up_to_each_bound_inclusive_and_those_above_all_of_them_too():
@@ -16,3 +16,17 @@ def test_many_at_once_are_as_one_by_one():
     at_once.add_all(values[:2])
     at_once.add_all(values[2:])
     assert one_by_one.read() == at_once.read()
+
+
+def test_quantiles_are_of_what_came_between_two_readings():
+    histogram = Histogram([1.0, 2.0, 4.0])
+    histogram.add_all([0.5] * 100)
+    before = histogram.read()
+    assert quantile(before, before, 0.5) is None
+    histogram.add_all([1.5] * 50 + [3.0] * 50)
+    after = histogram.read()
+    assert quantile(before, after, 0.25) == 1.5
+    assert quantile(before, after, 0.5) == 2.0
+    assert quantile(before, after, 0.75) == 3.0
+    histogram.add(99.0)
+    assert quantile(after, histogram.read(), 0.5) == 4.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 
@@ -174,3 +175,32 @@ def test_an_idle_server_sleeps(rig):
     time.sleep(1.0)
     assert time.process_time() - before < 0.05 * (time.monotonic() - started)
     assert rig.client.status.num_steps == steps
+
+
+def test_the_step_log_tells_of_the_last_steps(rig):
+    rig.caller.answer(generation("log me", stop={"max_tokens": 6, "ignore_eos": True}))
+    rig.wait_idle()
+    records = json.loads(rig.caller.admin.GetStepLog(pb.GetStepLogRequest(last=3)).json)
+    assert len(records) == 3 and records[-1]["kind"] == "decode" and records[-1]["state"] == "committed"
+    assert list(records[-1]["finished"].values()) == ["length"]
+    assert len(json.loads(rig.caller.admin.GetStepLog(pb.GetStepLogRequest()).json)) <= 100
+
+
+def test_a_trace_is_recorded_on_a_running_server(rig):
+    admin = rig.caller.admin
+    assert failure_of(admin.StopTrace, pb.StopTraceRequest()).code() == CONFLICT
+    assert field_of(failure_of(admin.StartTrace, pb.StartTraceRequest(max_steps=0))) == "max_steps"
+    admin.StartTrace(pb.StartTraceRequest(max_steps=50))
+    assert failure_of(admin.StartTrace, pb.StartTraceRequest()).code() == CONFLICT
+    rig.caller.answer(generation("trace me", stop={"max_tokens": 9, "ignore_eos": True}))
+    rig.wait_idle()
+    trace = json.loads(gzip.decompress(admin.StopTrace(pb.StopTraceRequest()).trace))
+    assert trace["otherData"]["steps"] == 9 and trace["otherData"]["model"] == "toy"
+    names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "host"}
+    assert {"ingest", "plan", "launch", "wait", "commit", "send"} <= names
+    assert rig.engine.loop.timeline is None
+
+
+def test_what_is_counted_can_be_asked_for(rig):
+    counted = json.loads(rig.caller.admin.GetMetrics(pb.GetMetricsRequest()).json)
+    assert counted["steps"] >= 0 and set(counted["boundary_seconds"]) >= {"plan", "send"}

@@ -11,6 +11,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxoverlap.observe import trace_file
 from jaxoverlap.server.address import Address, reserved
 from jaxoverlap.v1 import admin_service_pb2 as admin
 from jaxoverlap.v1 import generate_service_pb2 as pb
@@ -156,7 +157,7 @@ def test_an_error_in_the_step_loop_ends_the_server():
         error = failure_of(served.caller().answer, generation(BREAKS))
         assert error.code() == UNAVAILABLE and "out of toys" in error.details()
         assert served.wait() == 2
-        assert "out of toys" in served.log()
+        assert "out of toys" in served.log() and "last steps:\nturn 0 step 0 prefill" in served.log()
 
 
 def test_an_engine_that_hangs_is_not_ready_until_it_goes_on():
@@ -237,3 +238,40 @@ def test_a_unix_socket_is_its_owners_alone_and_an_address_has_one_server(tmp_pat
         served.signal(signal.SIGTERM)
         assert served.wait() == 0
         assert not path.exists()
+
+
+HANGS = ("--watchdog-seconds", "0.3", "--watchdog-exit-seconds", "1")
+
+
+def test_a_hung_engine_is_not_healthy_and_then_the_server_ends():
+    with Served(*SMALL, *HANGS).wait_ready() as served:
+        caller = served.caller()
+        assert list(caller.answer(generation()).sequences[0].token_ids) == expected(generation())
+        call = caller.generate.Generate.future(pb.GenerateRequest(generation=generation(BLOCKS)))
+        eventually(lambda: health_of(caller, "") == "NOT_SERVING")
+        assert failure_of(call.result).code() == UNAVAILABLE
+        assert served.wait() == 2
+        log = served.log()
+        assert "the engine hangs: a step has taken" in log and "the process ends with exit code 3" in log
+        assert "pipeline: turn" in log and "last steps:\nturn 0 step 0" in log and "in launch" in log
+
+
+def test_an_engine_that_goes_on_after_the_watchdogs_report_is_healthy_again():
+    slow = {"TOY_BLOCK_SECONDS": "1.5"}
+    with Served(*SMALL, "--watchdog-seconds", "0.3", "--watchdog-exit-seconds", "inf", **slow).wait_ready() as served:
+        caller = served.caller()
+        caller.answer(generation())
+        call = caller.generate.Generate.future(pb.GenerateRequest(generation=generation(BLOCKS)))
+        eventually(lambda: health_of(caller) == "NOT_SERVING")
+        assert list(call.result().sequences[0].token_ids) == expected(generation(BLOCKS))
+        eventually(lambda: health_of(caller) == "SERVING")
+
+
+def test_a_server_writes_its_trace_when_it_stops(tmp_path):
+    path = tmp_path / "t.json"
+    with Served(*SMALL, "--trace", str(path)).wait_ready() as served:
+        served.caller().answer(generation())
+        served.signal(signal.SIGTERM)
+        assert served.wait() == 0
+        assert f"trace written to {path}" in served.log()
+    assert {"host", "device"} <= {event.get("cat") for event in trace_file.read(path)["traceEvents"]}

@@ -90,13 +90,13 @@ def gained(served_metrics: Metrics, rig: Rig) -> Callable[[], dict[str, Any]]:
 
 
 def test_the_engine_reads_exactly_what_is_described(rig, served_metrics):
-    described = {*metrics.GAUGES, *metrics.COUNTERS, *metrics.BY_REASON, *metrics.HISTOGRAMS}
+    described = {*metrics.GAUGES, *metrics.COUNTERS, *metrics.BY_REASON, *metrics.BY_BOUNDARY, *metrics.HISTOGRAMS}
     read = asyncio.run_coroutine_threadsafe(rig.client.ask("metrics"), rig.loop).result()
     assert set(read) == described
     assert served_metrics.read()["engine_up"] == 1
 
 
-def test_tokens_in_answers_add_up_to_the_totals(rig, gained):
+def test_tokens_in_answers_add_up_to_the_totals(rig, served_metrics, gained):
     given = [generation("Hello" * count, stop={"max_tokens": count}) for count in (1, 2, 5, 9)]
     given.append(generation("samples", num_sequences=3))
     answers = [rig.caller.answer(one) for one in given]
@@ -113,6 +113,9 @@ def test_tokens_in_answers_add_up_to_the_totals(rig, gained):
     assert gain["steps_total"] >= gain["overlapped_steps_total"] > 0
     assert gain["step_host_seconds_count"] == gain["steps_total"]
     assert gain["step_host_seconds_sum"] >= gain["exposed_host_seconds_total"] > 0
+    laps = served_metrics.read()["boundary_seconds_total"]
+    assert {("ingest",), ("plan",), ("launch",), ("wait",), ("commit",), ("send",)} <= laps.keys()
+    assert all(laps[name] > 0 for name in (("plan",), ("launch",), ("commit",), ("send",)))
     assert gain["compiles_after_ready_total"] == gain["bad_rows_total"] == 0
 
 

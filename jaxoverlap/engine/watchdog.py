@@ -1,0 +1,169 @@
+"""The watchdog: no turn of the loop lasts for ever, whatever it waits for.
+
+    turn lasts    expected    + seconds            + exit_seconds
+                  fine        report, `on_stall`   report, the process ends with `EXIT_CODE`
+
+Expected is the slowest of the last turns, more for a step of more tokens than any of them had, and `FIRST_STEP_SECONDS`
+while there has been none. A thread looks a few times a second; a turn pays for two attributes. Compiling at warm-up is
+no turn, so nothing is expected of it. A report has the state of the pipeline, the last steps and the stacks of all
+threads. An engine that goes on after a report is taken back in (`on_recovery`).
+
+A process whose interpreter is stuck has no thread that could look. Where the process may be ended, a timer of
+`faulthandler`, which needs no interpreter, is wound up again with each look, and ends it with the stacks on standard
+error.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.observe.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 3
+FIRST_STEP_SECONDS = 60.0
+_LOOK_SECONDS = 0.25
+_NEXT_PHASE = {
+    "other": "plans",
+    "plan": "launches",
+    "launch": "waits for the device",
+    "wait": "commits",
+    "commit": "hands out",
+    "mask": "launches the second half of a step",
+}
+"""What the loop does after a lap of the stopwatch."""
+
+
+class Watchdog:
+    """Watches an engine from a thread, between `start` and `stop`.
+
+    Args:
+      seconds: beyond the expected turn, until the report; infinity watches nothing.
+      exit_seconds: from the report until the process ends; infinity lets it be.
+      on_stall: called in the watchdog's thread after a report, with the turn's seconds; on_recovery: when it has ended
+        after all.
+      end: ends the process; tests have one of their own.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        seconds: float,
+        exit_seconds: float,
+        on_stall: Callable[[float], None] = lambda seconds: None,
+        on_recovery: Callable[[], None] = lambda: None,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._engine = engine
+        self._seconds, self._exit_seconds = seconds, exit_seconds
+        self._on_stall, self._on_recovery, self._end = on_stall, on_recovery, end
+        self._stopped = threading.Event()
+        self._reported: float | None = None
+        """When the turn began that was reported."""
+        self._ending = False
+        self._thread = threading.Thread(target=self._watch, name="jaxoverlap-watchdog", daemon=True)
+
+    @property
+    def _may_end_process(self) -> bool:
+        return math.isfinite(self._seconds + self._exit_seconds)
+
+    def start(self) -> None:
+        if math.isfinite(self._seconds):
+            self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        interval = min(_LOOK_SECONDS, self._seconds / 4)
+        try:
+            while not self._stopped.wait(interval):
+                if self._may_end_process:
+                    faulthandler.dump_traceback_later(
+                        FIRST_STEP_SECONDS + self._seconds + self._exit_seconds, exit=True
+                    )
+                self._look()
+        finally:
+            if self._may_end_process:
+                faulthandler.cancel_dump_traceback_later()
+
+    def _look(self) -> None:
+        began = self._engine.turn_began
+        if self._reported is not None and began != self._reported:
+            logger.warning("the engine goes on after %.1f s", time.monotonic() - self._reported)
+            self._reported = None
+            self._on_recovery()
+        if began is None:
+            return
+        lasted = time.monotonic() - began
+        if lasted <= self._seconds:
+            return  # nothing is expected to take no time at all, so this is cheap and enough
+        limit = self._seconds + expected_seconds(self._engine)
+        if self._reported is None and lasted > limit:
+            self._reported = began
+            logger.error(
+                "watchdog: a step has taken %.1f s, %.1f s were the limit\n%s", lasted, limit, report(self._engine)
+            )
+            self._on_stall(lasted)
+        elif self._reported is not None and lasted > limit + self._exit_seconds and not self._ending:
+            self._ending = True
+            text = "watchdog: a step has taken %.1f s, the process ends with exit code %d\n%s"
+            logger.critical(text, lasted, EXIT_CODE, report(self._engine))
+            logging.shutdown()
+            self._end(EXIT_CODE)
+
+
+def expected_seconds(engine: Engine) -> float:
+    """How long the turn under way may take at the most, by what turns have taken."""
+    newest = engine.loop.log.newest
+    return expected_by(list(engine.loop.times.records), 0 if newest is None else newest.num_tokens)
+
+
+def expected_by(records: Sequence[StepTimes], tokens: int) -> float:
+    """The same, for a step of so many tokens."""
+    if not records:
+        return FIRST_STEP_SECONDS
+    most = max(record.launched_tokens for record in records)
+    return max(record.host + record.wait for record in records) * max(1.0, tokens / max(most, 1))
+
+
+def report(engine: Engine, steps: int = 20) -> str:
+    """The state of the pipeline, the last steps and all stacks, for the log. It takes no lock: any thread may call."""
+    return f"{pipeline(engine)}\nlast steps:\n{engine.loop.log.describe(steps)}\nthreads:\n{stacks()}"
+
+
+def pipeline(engine: Engine) -> str:
+    """What is in flight, and what the scheduler has, in a few lines."""
+    loop, scheduler, now = engine.loop, engine.loop.scheduler, time.perf_counter()
+    memory = scheduler.state.memory
+    flying = [record for record in loop.log.last() if record.committed is None]
+    phase = _NEXT_PHASE.get(loop.watch.last, "works") if engine.turn_began is not None else "is between two turns"
+    lines = [
+        f"pipeline: turn {loop.num_turns}, the loop {phase}; {len(flying)} steps in flight, lookahead {loop.lookahead}",
+        f"  {scheduler.num_running} requests running, {scheduler.num_waiting} waiting; {memory.num_available} of "
+        f"{memory.pool.num_pages} pages available, {memory.num_unpromised} not promised",
+    ]
+    for record in flying:
+        since = "not launched" if record.launched is None else f"launched {now - record.launched:.1f} s ago"
+        lines.append(f"  step {record.step_id}: {record.kind}, {len(record.rows)} rows, {since}")
+    return "\n".join(lines)
+
+
+def stacks() -> str:
+    """Of all threads of this process."""
+    with tempfile.TemporaryFile("w+") as file:  # faulthandler writes to a file number
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().rstrip()

@@ -1,0 +1,99 @@
+"""A device that hangs is noticed, and so is one that goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine import watchdog
+from jaxoverlap.engine.watchdog import EXIT_CODE, Watchdog, expected_by
+from jaxoverlap.errors import ConfigError
+from jaxoverlap.observe.step_times import StepTimes
+from tests.harness import Harness
+from tests.server.rig import PATIENCE, eventually
+
+
+@pytest.fixture
+def hung(monkeypatch) -> Iterator[tuple[Harness, threading.Event]]:
+    """An engine whose device does not answer until the event is set. Nothing is expected to take any time."""
+    monkeypatch.setattr(watchdog, "FIRST_STEP_SECONDS", 0.0)
+    harness, answers = Harness(), threading.Event()
+    finish = harness.runner.finish
+    harness.runner.finish = lambda step: answers.wait(PATIENCE) and finish(step)
+    harness.submit([1, 2, 3], max_tokens=4, ignore_eos=True)
+    thread = threading.Thread(target=harness.run)
+    thread.start()
+    yield harness, answers
+    answers.set()
+    thread.join()
+    assert not harness.engine.has_work
+
+
+def test_a_device_that_hangs_is_reported_and_then_the_process_ends(hung, caplog):
+    harness, _ = hung
+    stalls, codes = [], []
+    dog = Watchdog(harness.engine, seconds=0.1, exit_seconds=0.1, on_stall=stalls.append, end=codes.append)
+    dog.start()
+    eventually(lambda: codes, "the end of the process")
+    dog.stop()
+    assert codes == [EXIT_CODE] and len(stalls) == 1 and stalls[0] > 0.1
+    first, last = (record.getMessage() for record in caplog.records if "watchdog" in record.getMessage())
+    for text in (first, last):
+        assert "the loop waits for the device; 2 steps in flight, lookahead 1" in text
+        assert "step 0: prefill, 1 rows, launched" in text and "1 requests running, 0 waiting" in text
+        assert "turn 0 step 0 prefill in flight" in text  # of the step log
+        assert "Thread 0x" in text and "result_queue.py" in text  # where the loop is
+    assert f"the process ends with exit code {EXIT_CODE}" in last
+
+
+def test_a_device_that_goes_on_is_taken_back_in(hung, caplog):
+    harness, answers = hung
+    stalls, recoveries = [], []
+    dog = Watchdog(
+        harness.engine,
+        seconds=0.1,
+        exit_seconds=float("inf"),
+        on_stall=stalls.append,
+        on_recovery=lambda: recoveries.append(True),
+        end=lambda code: pytest.fail("it may not end the process"),
+    )
+    dog.start()
+    eventually(lambda: stalls, "a report")
+    answers.set()
+    eventually(lambda: recoveries, "the recovery")
+    dog.stop()
+    assert len(stalls) == 1 and "the engine goes on after" in caplog.text
+
+
+def test_idle_is_no_stall():
+    dog = Watchdog(Harness().engine, seconds=0.01, exit_seconds=0.01, end=lambda code: pytest.fail("nothing runs"))
+    dog._look()
+    dog.start()
+    dog.stop()
+
+
+def test_infinity_watches_nothing():
+    dog = Watchdog(Harness().engine, seconds=float("inf"), exit_seconds=1.0)
+    dog.start()
+    assert not dog._thread.is_alive()
+    dog.stop()
+
+
+def test_expected_is_the_slowest_turn_and_more_for_more_tokens():
+    turns = [
+        StepTimes(0.1, 0.1, wait, 0.1, launched_rows=1, launched_tokens=tokens, in_flight=1)
+        for wait, tokens in ((0.2, 1), (1.7, 32), (0.0, 1))
+    ]
+    assert expected_by(turns, 1) == pytest.approx(2.0)
+    assert expected_by(turns, 32) == pytest.approx(2.0)
+    assert expected_by(turns, 512) == pytest.approx(32.0)
+    assert expected_by([], 512) == watchdog.FIRST_STEP_SECONDS == 60.0
+
+
+@pytest.mark.parametrize("name", ["watchdog_seconds", "watchdog_exit_seconds"])
+def test_limits_are_checked(name):
+    with pytest.raises(ConfigError, match=f"{name}: 0 is not allowed"):
+        EngineConfig(**{name: 0})
