@@ -5,12 +5,11 @@
 
 Expected is the slowest of the last turns, more for a step of more tokens than any of them had, and `FIRST_STEP_SECONDS`
 while there has been none. A thread looks a few times a second; a turn pays for two attributes. Compiling at warm-up is
-no turn, so nothing is expected of it. A report has the state of the pipeline, the last steps and the stacks of all
-threads. An engine that goes on after a report is taken back in (`on_recovery`).
+no turn, so nothing is expected of it, and time in which the whole process was stopped does not count. A report has the
+state of the pipeline, the last steps and the stacks of all threads. An engine that goes on after a report is taken back
+in (`on_recovery`).
 
-A process whose interpreter is stuck has no thread that could look. Where the process may be ended, a timer of
-`faulthandler`, which needs no interpreter, is wound up again with each look, and ends it with the stacks on standard
-error.
+A process whose interpreter is stuck has no thread that could look. Of a server's engine the front ends notice that.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from jaxoverlap.engine.awake_clock import AwakeClock
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.observe.step_times import StepTimes
 
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 EXIT_CODE = 3
 FIRST_STEP_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
+_LONGEST_LOOK_SECONDS = 5.0
+"""What a look may be late by on a busy machine; a later one comes after a pause of the process."""
 _NEXT_PHASE = {
     "other": "plans",
     "plan": "launches",
@@ -68,14 +70,14 @@ class Watchdog:
         self._seconds, self._exit_seconds = seconds, exit_seconds
         self._on_stall, self._on_recovery, self._end = on_stall, on_recovery, end
         self._stopped = threading.Event()
-        self._reported: float | None = None
-        """When the turn began that was reported."""
+        self._awake = AwakeClock(_LONGEST_LOOK_SECONDS)
+        self._turn: float | None = None
+        """When the turn under way began, as `Engine.turn_began` says, and when it was first seen, by `_awake`."""
+        self._seen = 0.0
+        self._limit: float | None = None
+        """Seconds that the turn might have taken, once it was reported."""
         self._ending = False
         self._thread = threading.Thread(target=self._watch, name="jaxoverlap-watchdog", daemon=True)
-
-    @property
-    def _may_end_process(self) -> bool:
-        return math.isfinite(self._seconds + self._exit_seconds)
 
     def start(self) -> None:
         if math.isfinite(self._seconds):
@@ -88,36 +90,29 @@ class Watchdog:
 
     def _watch(self) -> None:
         interval = min(_LOOK_SECONDS, self._seconds / 4)
-        try:
-            while not self._stopped.wait(interval):
-                if self._may_end_process:
-                    faulthandler.dump_traceback_later(
-                        FIRST_STEP_SECONDS + self._seconds + self._exit_seconds, exit=True
-                    )
-                self._look()
-        finally:
-            if self._may_end_process:
-                faulthandler.cancel_dump_traceback_later()
+        while not self._stopped.wait(interval):
+            self._look()
 
     def _look(self) -> None:
-        began = self._engine.turn_began
-        if self._reported is not None and began != self._reported:
-            logger.warning("the engine goes on after %.1f s", time.monotonic() - self._reported)
-            self._reported = None
-            self._on_recovery()
-        if began is None:
+        began, now = self._engine.turn_began, self._awake.look()
+        lasted = now - self._seen
+        if began != self._turn:
+            if self._limit is not None:
+                logger.warning("the engine goes on after %.1f s", lasted)
+                self._limit = None
+                self._on_recovery()
+            self._turn, self._seen = began, now
             return
-        lasted = time.monotonic() - began
-        if lasted <= self._seconds:
+        if began is None or lasted <= self._seconds:
             return  # nothing is expected to take no time at all, so this is cheap and enough
-        limit = self._seconds + expected_seconds(self._engine)
-        if self._reported is None and lasted > limit:
-            self._reported = began
-            logger.error(
-                "watchdog: a step has taken %.1f s, %.1f s were the limit\n%s", lasted, limit, report(self._engine)
-            )
-            self._on_stall(lasted)
-        elif self._reported is not None and lasted > limit + self._exit_seconds and not self._ending:
+        if self._limit is None:
+            limit = self._seconds + expected_seconds(self._engine)
+            if lasted > limit:
+                self._limit = limit
+                text = "watchdog: a step has taken %.1f s, %.1f s were the limit\n%s"
+                logger.error(text, lasted, limit, report(self._engine))
+                self._on_stall(lasted)
+        elif lasted > self._limit + self._exit_seconds and not self._ending:
             self._ending = True
             text = "watchdog: a step has taken %.1f s, the process ends with exit code %d\n%s"
             logger.critical(text, lasted, EXIT_CODE, report(self._engine))

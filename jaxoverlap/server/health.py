@@ -13,6 +13,7 @@ import logging
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 
+from jaxoverlap.engine.awake_clock import AwakeClock
 from jaxoverlap.server.engine_client import EngineClient
 from jaxoverlap.v1 import admin_service_pb2, generate_service_pb2
 
@@ -26,6 +27,8 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 _LAST_HOPE_SECONDS = 60.0
 """Of silence, beyond the stall timeout."""
+_LONGEST_PAUSE_SECONDS = 5.0
+"""Between two updates; a longer one is a pause of the process, of which no engine is to blame."""
 
 
 class Health:
@@ -42,15 +45,21 @@ class Health:
         self.servicer = health_aio.HealthServicer()
         self._engine, self._stall_timeout = engine, stall_timeout
         self._said: dict[str, bool] = {}
+        self._awake = AwakeClock(_LONGEST_PAUSE_SECONDS)
+        self._last_sound = 0.0
+        """By `_awake`, when the engine was last not silent for too long."""
 
     @property
     def is_beyond_hope(self) -> bool:
         """The engine has been silent for so long that it is not even able to end itself."""
-        return self._engine.seconds_silent() > self._stall_timeout + _LAST_HOPE_SECONDS
+        return self._awake.seconds - self._last_sound > _LAST_HOPE_SECONDS
 
     async def update(self) -> None:
+        """To be called every second or so."""
         engine = self._engine
-        silent = engine.seconds_silent()
+        silent, now = engine.seconds_silent(), self._awake.look()
+        if silent <= self._stall_timeout:
+            self._last_sound = now
         is_alive = engine.failure is None and silent <= self._stall_timeout and not engine.is_stalled
         is_ready = is_alive and engine.facts is not None and not engine.status.draining
         for service, serves in (("", is_alive), (ADMIN, is_alive), (GENERATE, is_ready)):

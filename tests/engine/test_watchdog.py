@@ -9,6 +9,7 @@ import pytest
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine import watchdog
+from jaxoverlap.engine.awake_clock import AwakeClock
 from jaxoverlap.engine.watchdog import EXIT_CODE, Watchdog, expected_by
 from jaxoverlap.errors import ConfigError
 from jaxoverlap.observe.step_times import StepTimes
@@ -66,6 +67,26 @@ def test_a_device_that_goes_on_is_taken_back_in(hung, caplog):
     eventually(lambda: recoveries, "the recovery")
     dog.stop()
     assert len(stalls) == 1 and "the engine goes on after" in caplog.text
+
+
+def test_a_pause_of_the_whole_process_is_no_stall(monkeypatch):
+    """Stopped for an hour in the middle of a step, and on again: neither a report nor an end."""
+    monkeypatch.setattr(watchdog, "FIRST_STEP_SECONDS", 0.0)
+    now, engine, stalls = [0.0], Harness().engine, []
+    dog = Watchdog(engine, seconds=10.0, exit_seconds=30.0, on_stall=stalls.append, end=stalls.append)
+    dog._awake = AwakeClock(5.0, clock=lambda: now[0])
+    engine.turn_began = 1.0
+    for seconds in (0.0, 0.25, 3600.0, 0.25):
+        now[0] += seconds
+        dog._look()
+    assert not stalls
+    for _ in range(2):  # it hangs after all
+        now[0] += 5.0
+        dog._look()
+    assert len(stalls) == 1
+    now[0] += 3600.0
+    dog._look()
+    assert len(stalls) == 1
 
 
 def test_idle_is_no_stall():
