@@ -7,7 +7,9 @@ a shorter prompt in the same way before, so that nothing runs for the first time
     gap, p50 p99 max   before, during and after: from the prompt's arrival to its first token is "during"
     ratio              p99 during / p99 before; bar for overlap: 2.0
     CPU ratio          the same in CPU time of all threads: what is left of it where other programs use the machine
-    over after         p99 during / p99 after; the rows are longer after, so attention alone takes more time
+    over after         p99 during / p99 after
+    over alone         p99 during / p99 of the same rows in the same steps of a run without the prompt: they are
+                       some 700 tokens longer at the end than before, so their own attention takes more time
 
 Predictions. A decode step takes 0.09 s. Serial: prompts first, but after 0.3 s a decode step gets in between, so a gap
 is two steps of 512 prompt tokens at the worst, 5 to 10 s deep in the prompt; timeslice: one such step, half of it. Both
@@ -33,6 +35,7 @@ from jaxoverlap.config import PRESETS
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.request import Request
 from jaxoverlap.runtime.buckets import Buckets
+from jaxoverlap.runtime.executables import SampleShape
 
 ROWS = 8
 
@@ -57,6 +60,30 @@ class Watch:
         times = [np.array(self.times[request.request_id]) for request in requests]
         pairs = np.concatenate([np.stack([one[:-1], one[1:]], axis=2) for one in times])
         return pairs[:, 0, 0], pairs[:, 0, 1], pairs[:, 1, 1] - pairs[:, 1, 0]
+
+
+def decode_alone(engine: Engine, steps: int, quiet_steps: int, rng: np.random.Generator) -> tuple[float, float]:
+    """The rows of `play` without a prompt: p99 of their gaps in the steps in which it would have been there, in seconds
+    of the wall and of all threads."""
+    watch, vocab = Watch(engine), engine.limits.vocab_size
+    params = SamplingParams(temperature=0, max_tokens=7000, ignore_eos=True)
+    rows = [engine.add(rng.integers(100, vocab, 32), params) for _ in range(ROWS)]
+    while any(len(request.output_ids) < 8 for request in rows):
+        watch.step()
+    for _ in range(quiet_steps):
+        watch.step()
+    started = time.perf_counter()
+    for _ in range(steps):
+        watch.step()
+    for request in rows:
+        engine.abort(request)
+    while engine.has_work:
+        watch.step()
+    engine.loop.scheduler.flush_cache()
+    begins, ends, cpu = watch.gaps(rows)
+    return float(np.quantile((ends - begins)[begins >= started], 0.99)), float(
+        np.quantile(cpu[begins >= started], 0.99)
+    )
 
 
 def play(engine: Engine, prompt_len: int, quiet_steps: int, rng: np.random.Generator) -> dict[str, Any]:
@@ -129,7 +156,7 @@ def engine_of(llm: LLM, schedule: str, mixed: int) -> Engine:
     )
     llm.runner.buckets = Buckets(config)
     for shape in llm.runner.buckets:
-        llm.runner.executable(shape)
+        llm.runner.executables[shape], llm.runner.executables[SampleShape(shape.sample_rows, with_rules=False)]
     return Engine(config, llm.runner, lookahead=preset.lookahead, eos_token_ids=llm.engine.eos_token_ids)
 
 
@@ -140,7 +167,9 @@ def main() -> None:
     options.add_argument("--mixed", type=int, nargs="*", default=[64, 32, 16], help="max_mixed_tokens of overlap")
     options.add_argument("--schedules", nargs="*", default=["overlap", "serial", "timeslice"])
     args = options.parse_args()
-    logging.getLogger("jaxoverlap.runtime.runner").setLevel(logging.ERROR)  # compiling later is what `engine_of` is for
+    logging.getLogger("jaxoverlap.runtime.executables").setLevel(
+        logging.ERROR
+    )  # compiling later is what `engine_of` is for
     cases = []
     for schedule in args.schedules:
         cases += [(schedule, mixed) for mixed in (args.mixed if schedule == "overlap" else [max(args.mixed)])]
@@ -151,13 +180,19 @@ def main() -> None:
             engine, rng = engine_of(llm, schedule, mixed), np.random.default_rng(0)
             play(engine, 700, 10, rng)
             outcome = play(engine, args.prompt_len, args.quiet, rng)
+            if schedule == "overlap":
+                wall, cpu = decode_alone(engine, outcome["steps"], args.quiet, rng)
+                outcome |= {"alone p99 ms": 1e3 * wall, "alone CPU p99 ms": 1e3 * cpu}
+                outcome["over alone"] = outcome["during p99 ms"] / outcome["alone p99 ms"]
+                outcome["CPU over alone"] = outcome["during CPU p99 ms"] / outcome["alone CPU p99 ms"]
             rows.append({"schedule": schedule, "mixed tokens": mixed if schedule == "overlap" else "", **outcome})
             report.write(
                 args.json, "long_prompt", {"settings": settings, "rows": rows}
             )  # a run takes long; what is there is kept
     title = f"{args.prompt_len} prompt tokens among {ROWS} decoding rows, SmolLM2-135M"
     kept = ("schedule", "mixed tokens", "steps", "first token s", "row length", "ratio", "CPU ratio", "over after")
-    report.show(title, [{name: row[name] for name in kept} for row in rows], "bar for overlap: ratio ≤ 2.0")
+    kept += ("over alone", "CPU over alone")
+    report.show(title, [{name: row.get(name, "") for name in kept} for row in rows], "bar for overlap: ratio ≤ 2.0")
     phases = [
         {
             "schedule": f"{row['schedule']} {row['mixed tokens']}",
