@@ -3,11 +3,11 @@
     turn lasts    expected    + seconds            + exit_seconds
                   fine        report, `on_stall`   report, the process ends with `EXIT_CODE`
 
-Expected is the slowest of the last turns, more for a step of more tokens than any of them had, and `FIRST_STEP_SECONDS`
-while there has been none. A thread looks a few times a second; a turn pays for two attributes. Compiling at warm-up is
-no turn, so nothing is expected of it, and time in which the whole process was stopped does not count. A report has the
-state of the pipeline, the last steps and the stacks of all threads. An engine that goes on after a report is taken back
-in (`on_recovery`).
+Expected is what the slowest step of the step log has taken from its launch to its commit, more where more tokens are
+in flight than any of them had, and `FIRST_STEP_SECONDS` while none has been committed. A thread looks a few times a
+second; a turn pays for two attributes. Compiling at warm-up is no turn, so nothing is expected of it, and time in which
+the whole process was stopped does not count. A report has the state of the pipeline, the last steps and the stacks of
+all threads. An engine that goes on after a report is taken back in (`on_recovery`).
 
 A process whose interpreter is stuck has no thread that could look. Of a server's engine the front ends notice that.
 """
@@ -21,11 +21,10 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from jaxoverlap.engine.awake_clock import AwakeClock
 from jaxoverlap.engine.engine import Engine
-from jaxoverlap.observe.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -121,17 +120,15 @@ class Watchdog:
 
 
 def expected_seconds(engine: Engine) -> float:
-    """How long the turn under way may take at the most, by what turns have taken."""
-    newest = engine.loop.log.newest
-    return expected_by(list(engine.loop.times.records), 0 if newest is None else newest.num_tokens)
-
-
-def expected_by(records: Sequence[StepTimes], tokens: int) -> float:
-    """The same, for a step of so many tokens."""
-    if not records:
-        return FIRST_STEP_SECONDS
-    most = max(record.launched_tokens for record in records)
-    return max(record.host + record.wait for record in records) * max(1.0, tokens / max(most, 1))
+    """How long the turn under way may take at the most, by what steps have taken."""
+    done, slowest, most, tokens = 0, 0.0, 1, 0
+    for record in engine.loop.log.last():
+        if record.committed is None:
+            tokens += record.num_tokens
+        elif record.launched is not None:
+            done += 1
+            slowest, most = max(slowest, record.committed - record.launched), max(most, record.num_tokens)
+    return slowest * max(1.0, tokens / most) if done else FIRST_STEP_SECONDS
 
 
 def report(engine: Engine, steps: int = 20) -> str:

@@ -11,6 +11,7 @@ nothing to do.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from time import perf_counter
 from typing import NamedTuple
 
@@ -24,24 +25,24 @@ class StepTimes(NamedTuple):
     Attributes:
       plan, launch, commit: of the turn itself; mask: deciding what constrained rows may say, between two halves of a
         step; wait: blocked on the device.
+      ingest: taking messages in; detokenize: text from token ids; send: handing results out; other: whatever the
+        caller does between two turns.
       launched_rows, launched_tokens: 0 in a turn that launched nothing.
       in_flight: steps that the device still had when this one was launched.
-      ingest: taking messages in; send: handing results out; detokenize: text from token ids; other: whatever the
-        caller does between two turns.
     """
 
     plan: float
     launch: float
     wait: float
     commit: float
-    launched_rows: int
-    launched_tokens: int
-    in_flight: int
     mask: float = 0.0
     ingest: float = 0.0
     detokenize: float = 0.0
     send: float = 0.0
     other: float = 0.0
+    launched_rows: int = 0
+    launched_tokens: int = 0
+    in_flight: int = 0
 
     @property
     def host(self) -> float:
@@ -65,6 +66,7 @@ class StepTimes(NamedTuple):
         return 0.0 if self.is_hidden else self.host
 
 
+# In the order of `StepTimes`.
 LAPS = ("plan", "launch", "wait", "commit", "mask", "ingest", "detokenize", "send", "other")
 HOST_LAPS = tuple(name for name in LAPS if name != "wait")
 
@@ -96,10 +98,10 @@ class Stopwatch:
         if self.marks is not None:
             self.marks.append(("", self.now))
 
-    def take(self) -> dict[str, float]:
-        """The laps of a cycle, which ends here."""
+    def take(self) -> Iterable[float]:
+        """The laps of a cycle, which ends here, in the order of `LAPS`."""
         seconds, self.seconds = self.seconds, dict.fromkeys(LAPS, 0.0)
-        return seconds
+        return seconds.values()
 
 
 class StepTimesLog:

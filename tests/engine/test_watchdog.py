@@ -10,9 +10,8 @@ import pytest
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine import watchdog
 from jaxoverlap.engine.awake_clock import AwakeClock
-from jaxoverlap.engine.watchdog import EXIT_CODE, Watchdog, expected_by
+from jaxoverlap.engine.watchdog import EXIT_CODE, Watchdog, expected_seconds
 from jaxoverlap.errors import ConfigError
-from jaxoverlap.observe.step_times import StepTimes
 from tests.harness import Harness
 from tests.server.rig import PATIENCE, eventually
 
@@ -103,15 +102,22 @@ def test_infinity_watches_nothing():
     dog.stop()
 
 
-def test_expected_is_the_slowest_turn_and_more_for_more_tokens():
-    turns = [
-        StepTimes(0.1, 0.1, wait, 0.1, launched_rows=1, launched_tokens=tokens, in_flight=1)
-        for wait, tokens in ((0.2, 1), (1.7, 32), (0.0, 1))
-    ]
-    assert expected_by(turns, 1) == pytest.approx(2.0)
-    assert expected_by(turns, 32) == pytest.approx(2.0)
-    assert expected_by(turns, 512) == pytest.approx(32.0)
-    assert expected_by([], 512) == watchdog.FIRST_STEP_SECONDS == 60.0
+def test_expected_is_the_slowest_step_and_more_for_more_tokens():
+    harness = Harness(max_batched_tokens=64)
+    engine, log = harness.engine, harness.engine.loop.log
+    assert expected_seconds(engine) == watchdog.FIRST_STEP_SECONDS == 60.0
+    harness.submit(list(range(8)), max_tokens=9, ignore_eos=True)
+    harness.turn()
+    assert expected_seconds(engine) == 60.0  # it was launched, but nobody knows what it takes
+    while log.last()[1:2] == [] or log.last()[1].committed is None:
+        harness.turn()
+    for record, seconds in zip(log.last(), (2.0, 0.5), strict=False):
+        record.committed = record.launched + seconds
+    assert expected_seconds(engine) == pytest.approx(2.0)  # of 8 tokens, and now there is one in flight
+    harness.submit(list(range(40)), max_tokens=2)
+    harness.turn()
+    in_flight = sum(record.num_tokens for record in log.last() if record.committed is None)
+    assert in_flight > 40 and expected_seconds(engine) == pytest.approx(2.0 * in_flight / 8)
 
 
 @pytest.mark.parametrize("name", ["watchdog_seconds", "watchdog_exit_seconds"])
