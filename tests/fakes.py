@@ -78,6 +78,14 @@ def salt_of(seed: int, sample_index: int = 0) -> int:
     return (seed + 389 * sample_index) % 1009
 
 
+def count_steps(counts: dict[int, int], request_ids: np.ndarray, most: int = 1000) -> None:
+    """One more for each; of the requests only the last ones are kept, so that a toy can run for hours."""
+    for request_id in request_ids.tolist():
+        counts[request_id] = counts.get(request_id, 0) + 1
+    while len(counts) > most:
+        del counts[next(iter(counts))]
+
+
 class _ToyStep:
     def __init__(self, runner: ToyRunner, plan: StepPlan) -> None:
         self.runner, self.plan, self.result, self.ready_at = runner, plan, None, 0.0
@@ -135,8 +143,7 @@ class ToyRunner:
         step = _ToyStep(self, plan)
         self.launched.append(step)
         self.num_launches += 1
-        for request_id in plan.request_ids[len(plan.chunks) :].tolist():
-            self.row_steps[request_id] = self.row_steps.get(request_id, 0) + 1
+        count_steps(self.row_steps, plan.request_ids[len(plan.chunks) :])
         if self.step_seconds:
             self._device_free_at = max(self._device_free_at, time.perf_counter()) + self.step_seconds
             step.ready_at = self._device_free_at

@@ -19,7 +19,7 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import ModelError
 from jaxoverlap.scheduler.plan import StepPlan
-from tests.fakes import VOCAB_SIZE, ToyRunner
+from tests.fakes import VOCAB_SIZE, ToyRunner, count_steps
 from tests.toy_tokenizer import EOS_ID, TEMPLATE, make_tokenizer
 
 NAME, CONTEXT = "toy", 1024
@@ -57,8 +57,7 @@ class Device(ToyRunner):
                 raise RuntimeError("out of toys")
             if BLOCKS in text:
                 time.sleep(float(os.environ.get("TOY_BLOCK_SECONDS", "3600")))
-        for request_id in plan.request_ids.tolist():
-            self.launches[request_id] = self.launches.get(request_id, 0) + 1
+        count_steps(self.launches, plan.request_ids)
         return super().launch(plan)
 
     def finish(self, step: Any) -> Any:
