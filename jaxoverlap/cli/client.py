@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import json
 import time
-from typing import Annotated, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,10 +20,14 @@ from jaxoverlap.cli.command import as_command
 from jaxoverlap.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, ConnectionOptions
 from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, read_prompts, show_answers
 from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
+from jaxoverlap.observe import memory_page
 from jaxoverlap.observe.step_log import describe_step
 from jaxoverlap.observe.trace_page import facts
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxoverlap.client import Client
 
 TOGETHER = 32
 
@@ -148,15 +153,38 @@ def flush(target: Target = DEFAULT_TARGET, *, connection: ConnectionOptions) -> 
 
 def snapshot(
     as_svg: Annotated[bool, typer.Option("--svg", help="As a picture.")] = False,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            show_default=False,
+            callback=command.writable,
+            help="As a map over time, into a page of HTML.",
+        ),
+    ] = None,
+    count: Annotated[int, typer.Option(min=1, help="Moments of the map.")] = 1,
+    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Between two of them.")] = 1.0,
     target: Target = DEFAULT_TARGET,
     *,
     connection: ConnectionOptions,
 ) -> int:
-    """Who has which KV page, as JSON or as a picture."""
+    """Who has which KV page, as JSON, as a picture, or with --html over time: a page to look at."""
     with connection.client(target, progress=False) as client:
+        if html is not None:
+            command.write_text(html, memory_page.to_page(list(_snapshots(client, count, every))))
+            return command.OK
         found = client.memory_snapshot()
     print(found.to_svg() if as_svg else json.dumps(found.to_dict()))
     return command.OK
+
+
+def _snapshots(client: Client, count: int, every: float) -> Iterator[tuple[float, dict[str, Any]]]:
+    """So many, each with the seconds since the first; Ctrl-C ends it sooner."""
+    began = time.monotonic()
+    with contextlib.suppress(KeyboardInterrupt):
+        for index in range(count):
+            time.sleep(every if index else 0.0)
+            yield time.monotonic() - began, client.memory_snapshot().to_dict()
 
 
 def steps(

@@ -110,6 +110,15 @@ def save_trace(path: str, trace: dict[str, Any]) -> None:
         raise CommandError(f"{path}: {error.strerror or error}") from error
 
 
+def write_text(path: str, text: str) -> None:
+    """Raises CommandError if it can't be written."""
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror or error}") from error
+
+
 def watchdog_defaults() -> dict[str, float]:
     """Settings of an engine that has a process of its own, which may end if it hangs."""
     return {"watchdog_exit_seconds": 30.0}

@@ -12,10 +12,12 @@ import typer.core
 from jaxoverlap import __version__
 from jaxoverlap.cli import client, trace
 from jaxoverlap.cli.batch import batch
+from jaxoverlap.cli.bench import bench
 from jaxoverlap.cli.chat import chat
 from jaxoverlap.cli.command import FAILED, as_command, say
 from jaxoverlap.cli.generate import generate
 from jaxoverlap.cli.serve import serve
+from jaxoverlap.cli.simulate import simulate
 from jaxoverlap.cli.top import top
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -53,6 +55,8 @@ app.command("serve")(as_command(serve))
 app.command("generate")(as_command(generate))
 app.command("batch")(as_command(batch))
 app.command("chat")(as_command(chat))
+app.command("bench")(as_command(bench))
+app.command("simulate")(as_command(simulate))
 app.command("top")(as_command(top))
 app.add_typer(client.app, name="client")
 app.add_typer(trace.app, name="trace")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,8 +37,8 @@ def view(
         raise command.CommandError(text if text.startswith(trace) else f"{trace}: {text}") from error
     except OSError as error:
         raise command.CommandError(f"{trace}: {error.strerror or error}") from error
-    path = Path(output or trace.removesuffix(".gz").removesuffix(".json") + ".html")
-    path.write_text(page, encoding="utf-8")
+    path = output or trace.removesuffix(".gz").removesuffix(".json") + ".html"
+    command.write_text(path, page)
     print(path)
     return command.OK
 

@@ -67,15 +67,6 @@ class Owner:
         self.num_scores = self.num_preemptions = 0
 
 
-def _answer_later(link: Link, question: int, work: Callable[[], Any]) -> None:
-    """What takes long, in a thread of its own."""
-    try:
-        link.post_from_aside("answer", question, work(), None)
-    except Exception as error:
-        logger.exception("a question could not be answered")
-        link.post_from_aside("answer", question, None, messages.error_to_wire(EngineError(f"internal error: {error}")))
-
-
 class EngineCore:
     """See the module's rules.
 
@@ -349,9 +340,19 @@ class EngineCore:
         except JaxOverlapError as refusal:
             answer, error = None, messages.error_to_wire(refusal)
         if callable(answer):
-            threading.Thread(target=_answer_later, args=(link, question, answer), daemon=True).start()
+            threading.Thread(target=self._answer_later, args=(link, question, answer), daemon=True).start()
         else:
             link.post("answer", question, answer, error)
+
+    def _answer_later(self, link: Link, question: int, work: Callable[[], Any]) -> None:
+        """What takes long, in a thread of its own. The engine's thread sends what the socket does not take at once."""
+        try:
+            link.post_from_aside("answer", question, work(), None)
+        except Exception as error:
+            logger.exception("a question could not be answered")
+            failure = messages.error_to_wire(EngineError(f"internal error: {error}"))
+            link.post_from_aside("answer", question, None, failure)
+        self._door.ring()
 
     def _get_status(self) -> dict[str, Any]:
         return vars(self.status())

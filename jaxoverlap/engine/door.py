@@ -45,7 +45,7 @@ class Entry:
 
 
 class Door:
-    """Those who wait, and a bell that rings when one of them need not wait any more.
+    """Those who wait, and a bell that rings when one of them need not wait any more, or something else is to be done.
 
     Attributes:
       waiting: by front end and key.
@@ -65,7 +65,7 @@ class Door:
         if compiling is None:
             return False
         self.waiting[entry.link.index, entry.key] = entry, compiling
-        compiling.add_done_callback(self._ring)
+        compiling.add_done_callback(lambda _: self.ring())
         return True
 
     def take_compiled(self) -> list[tuple[Entry, Future[CompiledConstraint]]]:
@@ -82,7 +82,7 @@ class Door:
         self.bell.close()
         self._rope.close()
 
-    def _ring(self, _: Future[CompiledConstraint]) -> None:
-        """In the compiler's thread."""
+    def ring(self) -> None:
+        """Wakes the engine's thread, from another one."""
         with contextlib.suppress(OSError):  # it is full of rings, or nobody is there any more
             self._rope.send(b"!")

@@ -90,7 +90,7 @@ class OverlapLoop:
         watch.end("commit")
 
         rows, tokens = (0, 0) if plan is None else (len(plan.rows), plan.num_tokens)
-        self.times.add(StepTimes(*watch.take(), rows, tokens, num_in_flight))
+        self.times.add(StepTimes._make((*watch.take(), rows, tokens, num_in_flight)))
         self.num_turns += 1
         self._was_idle = not self.has_work
         return StepOutput.joined(committed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import fields
@@ -251,3 +252,11 @@ def test_a_trace_of_the_server(client, tmp_path):
 def test_a_profile_of_the_server(client):
     assert client("profile", "--steps", 3).stdout == "/traces/3\n"
     assert client("profile", "--stop").stdout == "/traces/0\n"
+
+
+def test_a_map_of_the_memory_over_time(client, tmp_path):
+    path = tmp_path / "map.html"
+    assert client("snapshot", "--html", path, "--count", 3, "--every", 0).exit_code == 0
+    data = json.loads(re.search(r'type="application/json">(.*?)</script>', path.read_text())[1])
+    assert len(data["moments"]) == 3 and [page["owner"] for page in data["moments"][2]["pages"]] == ["free", "row"]
+    assert data["moments"][0]["facts"]["free runs"] == "1, longest 1"

@@ -204,3 +204,16 @@ def test_a_trace_is_recorded_on_a_running_server(rig):
 def test_what_is_counted_can_be_asked_for(rig):
     counted = json.loads(rig.caller.admin.GetMetrics(pb.GetMetricsRequest()).json)
     assert counted["steps"] >= 0 and set(counted["boundary_seconds"]) >= {"plan", "send"}
+
+
+def test_a_trace_larger_than_a_socket_takes_comes_home_from_an_idle_engine(rig, monkeypatch):
+    monkeypatch.setattr("jaxoverlap.observe.trace_file.packed", lambda timeline, about: bytes(3 << 20))
+    rig.caller.admin.StartTrace(pb.StartTraceRequest())
+    assert rig.caller.admin.StopTrace(pb.StopTraceRequest(), timeout=PATIENCE).trace == bytes(3 << 20)
+
+
+def test_a_trace_that_can_not_be_made_is_an_error_and_the_engine_goes_on(rig, monkeypatch):
+    monkeypatch.setattr("jaxoverlap.observe.trace_file.packed", lambda timeline, about: 1 / 0)
+    rig.caller.admin.StartTrace(pb.StartTraceRequest())
+    assert failure_of(rig.caller.admin.StopTrace, pb.StopTraceRequest()).code() == grpc.StatusCode.INTERNAL
+    rig.check_probe()

@@ -1,0 +1,128 @@
+"""Results of benchmarks as tables: Markdown, HTML with bars, and ratios to earlier results.
+
+Results are by suite: `environment`, and any number of tables, each a list of rows (objects) under its name. Other
+values are settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+Results = Mapping[str, Mapping[str, Any]]
+Rows = Sequence[Mapping[str, Any]]
+
+_STYLE = """
+:root { color-scheme: light dark; }
+body { margin: 24px; font: 14px/1.4 system-ui, sans-serif; background: Canvas; color: CanvasText; }
+table { border-collapse: collapse; margin: 8px 0 20px; }
+th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid color-mix(in srgb, CanvasText 20%, Canvas); }
+td.bar { background: linear-gradient(to right, color-mix(in srgb, #4c78a8 45%, Canvas) var(--share), transparent 0); }
+p { opacity: 0.7; }
+"""
+
+
+def tables(result: Mapping[str, Any]) -> Iterator[tuple[str, Rows]]:
+    """Those of a suite, by name."""
+    for name, value in result.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            yield name, value
+
+
+def compared(old: Results, new: Results) -> dict[str, dict[str, Any]]:
+    """Ratios of new to old for each number with decimals, of rows that both have.
+
+    Rows are the same if everything else in them is: sizes, names and counts.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for suite, result in new.items():
+        before = dict(tables(old.get(suite, {})))
+        kept: dict[str, Any] = {}
+        for name, rows in tables(result):
+            earlier = {_identity(row): row for row in before.get(name, [])}
+            ratios = [_ratios(earlier[_identity(row)], row) for row in rows if _identity(row) in earlier]
+            if ratios:
+                kept[name] = ratios
+        if kept:
+            found[suite] = {"environment": _both(old[suite], result), **kept}
+    return found
+
+
+def _identity(row: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    return tuple((name, str(value)) for name, value in row.items() if _is_key(name, value))
+
+
+def _is_key(name: str, value: Any) -> bool:
+    return not isinstance(value, float) and not (isinstance(value, str) and value.endswith("%")) and name != "verdict"
+
+
+def _ratios(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {name: value for name, value in new.items() if _is_key(name, value)}
+    for name, value in new.items():
+        if isinstance(value, float) and isinstance(old.get(name), int | float) and old[name]:
+            row[name] = value / old[name]
+    return row
+
+
+def _both(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    names = {**old.get("environment", {}), **new.get("environment", {})}
+    return {
+        name: str(after) if before == after else f"{before} → {after}"
+        for name in names
+        for before, after in [(old.get("environment", {}).get(name), new.get("environment", {}).get(name))]
+    }
+
+
+def to_markdown(results: Results) -> str:
+    lines = ["# Benchmarks", ""]
+    for suite, result in results.items():
+        lines += [f"## {suite}", "", _environment(result), ""]
+        for name, rows in tables(result):
+            columns = _columns(rows)
+            lines += [f"### {name}", "", "| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+            lines += ["| " + " | ".join(_cell(row.get(column)) for column in columns) + " |" for row in rows]
+            lines.append("")
+    return "\n".join(lines)
+
+
+def to_html(results: Results) -> str:
+    """One page that needs nothing else. A bar behind a number is its share of the column's largest."""
+    parts = ["<!DOCTYPE html>", '<html lang="en"><head><meta charset="utf-8"><title>jaxoverlap bench</title>']
+    parts += [f"<style>{_STYLE}</style></head><body><h1>Benchmarks</h1>"]
+    for suite, result in results.items():
+        parts.append(f"<h2>{escape(suite)}</h2><p>{escape(_environment(result))}</p>")
+        for name, rows in tables(result):
+            columns = _columns(rows)
+            most = {column: max(map(_size, (row.get(column) for row in rows))) for column in columns}
+            parts.append(f"<h3>{escape(name)}</h3><table><tr>")
+            parts += [f"<th>{escape(column)}</th>" for column in columns] + ["</tr>"]
+            for row in rows:
+                parts.append(
+                    "<tr>" + "".join(_html_cell(row.get(column), most[column]) for column in columns) + "</tr>"
+                )
+            parts.append("</table>")
+    return "\n".join([*parts, "</body></html>", ""])
+
+
+def _html_cell(value: Any, most: float) -> str:
+    text = escape(_cell(value))
+    if isinstance(value, float) and most:
+        return f'<td class="bar" style="--share:{100 * abs(value) / most:.0f}%">{text}</td>'
+    return f"<td>{text}</td>"
+
+
+def _environment(result: Mapping[str, Any]) -> str:
+    return " · ".join(f"{name} {value}" for name, value in result.get("environment", {}).items())
+
+
+def _columns(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+
+
+def _size(value: Any) -> float:
+    return abs(value) if isinstance(value, float) else 0.0

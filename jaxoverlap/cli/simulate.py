@@ -1,0 +1,112 @@
+"""`jaxoverlap simulate`: what schedules would come to on a device and a host of given speeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from jaxoverlap.cli import command
+from jaxoverlap.config import EngineConfig
+
+if TYPE_CHECKING:
+    from jaxoverlap.engine.simulation import Arrival, Prediction
+
+
+def simulate(
+    rows: Annotated[int, typer.Option(help="Requests that decode together at most.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, help="How many come.")] = 256,
+    rate: Annotated[float, typer.Option(help="Requests a second, Poisson; inf: all at once.")] = math.inf,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
+    device_ms: Annotated[float, typer.Option(help="Device time of a step, whatever is in it.")] = 5.0,
+    device_us_per_row: Annotated[float, typer.Option(help="For each decoding row.")] = 10.0,
+    device_us_per_prompt_token: Annotated[float, typer.Option(help="For each prompt token.")] = 20.0,
+    device_ns_per_kv_token: Annotated[float, typer.Option(help="For each KV position that a row reads.")] = 0.0,
+    host_ms: Annotated[float, typer.Option(help="Host time of a step, whatever is in it.")] = 0.1,
+    host_us_per_row: Annotated[float, typer.Option(help="For each row.")] = 1.0,
+    lookaheads: Annotated[
+        list[int] | None, typer.Option("--lookahead", help="Of overlap. Default: 1, 2 and 4.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="As a list of objects.")] = False,
+) -> int:
+    """Predict throughput and latencies of the three schedules, with the real scheduler in virtual time.
+
+    A step takes --device-ms and what its rows, prompt tokens and KV positions add; the host likewise. Measure them with
+    --trace, jaxoverlap bench overlap or jaxoverlap top. The queue, the pages and the order are the real engine's; a
+    network, detokenizing and noise are not in it.
+    """
+    from jaxoverlap.engine.simulation import Arrival, Speeds
+    from jaxoverlap.engine.simulation import simulate as run
+
+    if not rate > 0:
+        raise command.CommandError("--rate: use requests a second, above 0")
+    speeds = Speeds(
+        step=device_ms / 1e3,
+        row=device_us_per_row / 1e6,
+        prompt_token=device_us_per_prompt_token / 1e6,
+        kv_token=device_ns_per_kv_token / 1e9,
+        host_step=host_ms / 1e3,
+        host_row=host_us_per_row / 1e6,
+    )
+    if min(asdict(speeds).values()) < 0:
+        raise command.CommandError("times can't be below 0")
+    arrivals = [Arrival(moment, prompt_len, output_len) for moment in _moments(requests, rate, seed)]
+    found = []
+    schedules: list[tuple[str, int]] = [("serial", 0), ("timeslice", 0)]
+    for schedule, lookahead in schedules + [("overlap", depth) for depth in lookaheads or [1, 2, 4]]:
+        config = EngineConfig(schedule=schedule, lookahead=lookahead, max_running=rows)  # type: ignore[arg-type]
+        found.append({"schedule": schedule, "lookahead": lookahead, **_described(run(config, speeds, arrivals))})
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _show(found, arrivals)
+    return command.OK
+
+
+def _moments(count: int, rate: float, seed: int) -> Iterator[float]:
+    chance, now = random.Random(seed), 0.0
+    for _ in range(count):
+        yield now
+        now += 0.0 if math.isinf(rate) else chance.expovariate(rate)
+
+
+def _described(prediction: Prediction) -> dict[str, Any]:
+    import numpy as np
+
+    def ms(values: Any, share: float) -> float | None:
+        return float(1e3 * np.percentile(values, share)) if len(values) else None
+
+    return {
+        "tokens/s": prediction.tokens_per_second,
+        "first token ms p50": ms(prediction.first_token, 50),
+        "p99": ms(prediction.first_token, 99),
+        "between tokens ms p50": ms(prediction.gaps, 50),
+        "gap p99": ms(prediction.gaps, 99),
+        "device busy": prediction.busy / prediction.seconds,
+        "steps": prediction.steps,
+        "overlapped": prediction.overlapped / prediction.steps,
+    }
+
+
+def _show(found: list[dict[str, Any]], arrivals: list[Arrival]) -> None:
+    table = Table(title=f"{len(arrivals)} requests, predicted", title_justify="left")
+    for name in found[0]:
+        table.add_column(name, justify="right")
+    for row in found:
+        table.add_row(*(_cell(name, value) for name, value in row.items()))
+    Console(width=140).print(table)
+
+
+def _cell(name: str, value: Any) -> str:
+    if name in ("device busy", "overlapped"):
+        return f"{value:.1%}"
+    return "–" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)

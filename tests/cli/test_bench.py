@@ -1,0 +1,74 @@
+"""The entry to the benchmarks, with suites that do next to nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from jaxoverlap.cli import bench
+from jaxoverlap.cli.bench_report import compared, to_html, to_markdown
+from tests.cli.conftest import ROOT
+
+SUITE = """
+import json, sys
+assert sys.argv[-2] == "--json"
+if "--fail" in sys.argv:
+    raise SystemExit(3)
+rows = [{"rows": 1, "ms": 2.0}, {"rows": 8, "ms": 4.0 * ("--slow" in sys.argv) + 4.0}]
+open(sys.argv[-1], "w").write(json.dumps({"benchmark": "x", "environment": {"revision": "abc"}, "rows": rows}))
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for name in ("__init__", "report"):
+        (folder / f"{name}.py").write_text("")
+    (folder / "bench_host.py").write_text(SUITE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    return tmp_path
+
+
+def test_every_suite_is_there_and_every_script_has_a_suite():
+    scripts = {path.stem for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert {module for module, *_ in bench.SUITES.values()} == scripts
+
+
+def test_results_reports_and_a_comparison(cli, checkout):
+    assert cli("bench", "host", "--json", "old.json").exit_code == 0
+    again = cli(
+        "bench", "host", "--args", "--slow", "--compare", "old.json", "--report", "new.html", "--json", "n.json"
+    )
+    assert again.exit_code == 0 and "| 8 | 2 |" in again.stdout and "| 1 | 1 |" in again.stdout
+    assert json.loads((checkout / "n.json").read_text())["host"]["environment"] == {"revision": "abc"}
+    page = (checkout / "new.html").read_text()
+    assert 'style="--share:25%">2<' in page and "host, new / old" in page
+    assert cli("bench", "host", "--report", "new.md").exit_code == 0
+    assert "### rows\n\n| rows | ms |\n| --- | --- |\n| 1 | 2 |" in (checkout / "new.md").read_text()
+
+
+def test_a_suite_that_fails_does_not_hold_up_the_report(cli, checkout):
+    result = cli("bench", "host", "--args", "--fail", "--json", "r.json")
+    assert result.exit_code == 1 and "error: bench_host has ended with exit code 3" in result.stderr
+    assert json.loads((checkout / "r.json").read_text()) == {}
+
+
+def test_what_is_not_here_is_said(cli, checkout, tmp_path_factory, monkeypatch):
+    assert "no such suite; there are overlap, host" in cli("bench", "speed").stderr
+    (checkout / "bad.json").write_text("[]")
+    assert "not what jaxoverlap bench --json has written" in cli("bench", "host", "--compare", "bad.json").stderr
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    result = cli("bench", "host")
+    assert result.exit_code == 2 and "run this from the root of a checkout" in result.stderr
+
+
+def test_only_rows_that_both_have_are_compared():
+    old = {"a": {"environment": {"jax": "1"}, "t": [{"rows": 1, "ms": 2.0}, {"rows": 2, "ms": 1.0}]}}
+    new = {"a": {"environment": {"jax": "2"}, "t": [{"rows": 1, "ms": 3.0}, {"rows": 4, "ms": 1.0}]}, "b": {"t": []}}
+    assert compared(old, new) == {"a": {"environment": {"jax": "1 → 2"}, "t": [{"rows": 1, "ms": 1.5}]}}
+    assert "<b>" not in to_html({"<b>": {"t": [{"<b>": "<b>"}]}}) and "x\\|y" in to_markdown(
+        {"s": {"t": [{"n": "x|y"}]}}
+    )
