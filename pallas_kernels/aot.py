@@ -70,6 +70,9 @@ gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: {minor} }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
@@ -127,13 +130,14 @@ class Report:
 
     Attributes:
       thunks: in the order of execution.
-      resources: by kernel, of those that XLA did not take from a library.
+      resources, ptx: by kernel, and the code, of those that XLA did not take from a library; empty unless asked for.
       argument_bytes, aliased_bytes, temporary_bytes: of device memory.
     """
 
     target: Target
     thunks: tuple[Thunk, ...]
     resources: dict[str, Resources]
+    ptx: str
     argument_bytes: int
     aliased_bytes: int
     temporary_bytes: int
@@ -157,12 +161,18 @@ def spec(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def compile_for(
-    target: Target, function: Callable[..., Any], *specs: Any, donate: tuple[int, ...] = (), ptxas: bool = True
+    target: Target,
+    function: Callable[..., Any],
+    *specs: Any,
+    donate: tuple[int, ...] = (),
+    options: dict[str, Any] | None = None,
+    ptxas: bool = True,
 ) -> Report:
     """Compiles `function` for one device of `target`.
 
     Args:
       specs: trees of `jax.ShapeDtypeStruct`; donate: which of them are donated.
+      options: XLA's, beside its own defaults.
       ptxas: ask it for registers and spills, which takes as long again.
 
     Raises:
@@ -177,17 +187,22 @@ def compile_for(
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs)
     with tempfile.TemporaryDirectory() as folder, _device_kind(target):
         lowered = jax.jit(function, donate_argnums=donate).lower(*placed)
-        options: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx" if ptxas else "nothing"}
-        compiled = lowered.compile(compiler_options=options)
-        thunks = [t for path in Path(folder).glob("*thunk_sequence.txt") for t in _read_thunks(path.read_text())]
+        dump = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx" if ptxas else "nothing"}
+        compiled = lowered.compile(compiler_options={**(options or {}), **dump})
+        # The second is there only where a pass, such as that to command buffers, changed something.
+        sequences = sorted(Path(folder).glob("*thunk_sequence*.txt"), key=lambda path: "after" in path.name)
+        thunks = _read_thunks(sequences[-1].read_text()) if sequences else ()
         resources: dict[str, Resources] = {}
-        for path in Path(folder).glob("*.ptx"):
+        code = list(Path(folder).glob("*.ptx"))
+        for path in code:
             resources.update(_ask_ptxas(path, target.arch))
+        ptx = "".join(path.read_text() for path in code)
         memory: Any = compiled.memory_analysis()
     return Report(
         target,
         tuple(thunks),
         resources,
+        ptx,
         memory.argument_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,

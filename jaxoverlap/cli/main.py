@@ -15,6 +15,7 @@ from jaxoverlap.cli.batch import batch
 from jaxoverlap.cli.chat import chat
 from jaxoverlap.cli.command import FAILED, as_command, say
 from jaxoverlap.cli.generate import generate
+from jaxoverlap.cli.inspect_step import inspect_step
 from jaxoverlap.cli.serve import serve
 
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -52,6 +53,7 @@ app.command("serve")(as_command(serve))
 app.command("generate")(as_command(generate))
 app.command("batch")(as_command(batch))
 app.command("chat")(as_command(chat))
+app.command("inspect-step")(as_command(inspect_step))
 app.add_typer(client.app, name="client")
 
 
