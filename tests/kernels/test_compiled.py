@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from pallas_kernels.aot import TARGETS, CanNotCompile, compile_for, spec
-from pallas_kernels.launches import all_launches
+from pallas_kernels.launches import LONG_ROWS, all_launches
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for NVIDIA GPUs is not installed")
 
@@ -39,6 +39,16 @@ def test_pools_beyond_2_31_elements_are_addressed_in_64_bits():
 
     page = 16 * 3 * 64
     assert products(2**31 // page + 1) > products(2**31 // page - 1)
+
+
+def test_a_split_is_stored_before_it_is_announced_and_read_after():
+    """Stores of all threads, barrier, atomic that releases and acquires on the whole GPU, barrier, loads."""
+    launch = next(launch for launch in LAUNCHES if f"{LONG_ROWS} rows" in launch.case)
+    ptx = compile_for(TARGETS["h200"], launch.function, *launch.specs, donate=launch.donate).ptx
+    before, atomic, after = re.split(r"(atom\.global\S+)", ptx)
+    assert atomic == "atom.global.gpu.acq_rel.add.u32"
+    assert before.rindex("st.global") < before.rindex("bar.sync")
+    assert after.index("bar.sync") < after.index("ld.global")
 
 
 def test_where_there_is_no_compiler_it_says_so():
