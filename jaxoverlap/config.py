@@ -12,7 +12,7 @@ from jaxoverlap.errors import ConfigError, UnsupportedError
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.scheduler.config import SchedulerConfig
 
-ATTENTION = ("auto", "xla")
+ATTENTION = ("auto", "xla", "triton")
 DTYPES = ("auto", "float32", "bfloat16")
 SCHEDULES = ("overlap", "timeslice", "serial")
 MAX_PREFILL_ROWS = 16
@@ -76,7 +76,8 @@ class EngineConfig:
         chunks, the schedule, the cache and preemption, on the same device: every step has the same shape, and prompts
         attend as decoding rows do. Slower, for prompts above all.
       max_queue: requests that may wait without having run; None is no limit.
-      attention: "auto" or "xla"; "triton" and "mosaic" are refused as not in this build.
+      attention: who computes it: "xla"; "triton", kernels for NVIDIA GPUs, which a CPU only interprets, for tests;
+        "auto" takes what suits the device and the model. "mosaic" is refused as not in this build.
       watchdog_seconds: how much longer than expected a step may take before the state of the pipeline, the last steps
         and the stacks of all threads are logged and a server is no longer healthy; infinity watches nothing.
       watchdog_exit_seconds: how much longer than that before the process ends, with exit code 3. None is 30 for
@@ -123,8 +124,8 @@ class EngineConfig:
             raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("schedule", self.schedule, SCHEDULES)
-        if self.attention in ("triton", "mosaic"):
-            raise UnsupportedError(f"attention: {self.attention!r} is not in this build; use 'auto' or 'xla'")
+        if self.attention == "mosaic":
+            raise UnsupportedError("attention: 'mosaic' is not in this build; use 'auto', 'xla' or 'triton'")
         _check_choice("attention", self.attention, ATTENTION)
         for name, low, high in (
             ("max_model_len", 2, 2**24),
@@ -213,14 +214,14 @@ class EngineConfig:
             ),
             schedule=self.schedule,
             lookahead=preset.lookahead if self.lookahead is None else self.lookahead,
-            attention="xla",
+            attention="xla" if on_cpu and self.attention == "auto" else self.attention,
             kv_bytes=num_pages * page_bytes,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig:
-    """An engine's settings with nothing left to decide."""
+    """An engine's settings with nothing left to decide, save that `DeviceRunner` knows what "auto" attention is."""
 
     scheduler: SchedulerConfig
     schedule: str

@@ -4,36 +4,55 @@ Pools are flat over layers: `k_pages` and `v_pages` are [N, S, K, D] with N = L*
 pages of S positions. A layer is reached by adding `layer * P` to a page id, never
 by slicing the pool, so a donated pool is never copied.
 
-    write_kv            new keys and values into their slots
-    decode_attention    one query per row
-    extend_attention    ragged, causal prefill chunks
+    write_kv             new keys and values into their slots
+    rope_and_write_kv    the same from the QKV product, with queries and keys rotated on the way
+    decode_attention     one query per row
+    extend_attention     ragged, causal prefill chunks
 
-`implementation` names who computes it; it is never swapped silently. This build
-has "xla" only. Wrong shapes and dtypes raise ValueError while tracing.
+`implementation` names who computes it; it is never swapped silently:
+
+    "xla"       any device; the oracle of the others
+    "triton"    Pallas kernels for NVIDIA GPUs from compute capability 8.0 on; anywhere with `interpret=True`,
+                which is slow and for tests
+    "mosaic"    not in this build
+
+`best_implementation` says which one a device and a shape call for, and why; `why_not` what speaks against one.
+Wrong shapes and dtypes raise ValueError while tracing.
 
 Axis letters: B, R rows; T tokens; H, K query and KV heads; D head dim; S page size;
 C page-table width.
 """
 
-import jax
+from typing import Any, overload
 
-from pallas_kernels import _validate, xla
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import _validate, triton, xla
+from pallas_kernels.choice import AttentionShape, Choice, best_implementation, why_not
 from pallas_kernels.errors import IMPLEMENTATIONS, ImplementationNotAvailable
 
 __all__ = [
     "IMPLEMENTATIONS",
+    "AttentionShape",
+    "Choice",
     "ImplementationNotAvailable",
+    "best_implementation",
     "decode_attention",
     "extend_attention",
+    "rope_and_write_kv",
+    "why_not",
     "write_kv",
 ]
 
 
-def _require(implementation: str) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation: got {implementation!r}, allowed is {IMPLEMENTATIONS}")
-    if implementation != "xla":
-        raise ImplementationNotAvailable(f"implementation {implementation!r} is not in this build; 'xla' is")
+def _require(implementation: str, heads: int, k_pages: jax.Array, interpret: bool) -> None:
+    _, size, kv_heads, dim = k_pages.shape
+    reason = why_not(implementation, AttentionShape(heads, kv_heads, dim, size, k_pages.dtype))
+    if reason is not None:
+        raise ImplementationNotAvailable(reason) if "build" in reason else ValueError(reason)
+    if interpret and implementation == "xla":
+        raise ValueError("interpret: got True, allowed is False with implementation 'xla', which is no Pallas kernel")
 
 
 def write_kv(
@@ -44,6 +63,7 @@ def write_kv(
     slots: jax.Array,
     *,
     implementation: str = "xla",
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Write T new keys and values into the pools; in place where the pools are donated.
 
@@ -57,23 +77,95 @@ def write_kv(
     Returns:
       (k_pages, v_pages), every other slot bit-identical.
     """
-    _require(implementation)
     _validate.check_write(k_pages, v_pages, k, v, slots)
+    _require(implementation, k_pages.shape[2], k_pages, interpret)
+    if implementation == "triton":
+        return triton.write_kv(k_pages, v_pages, k, v, slots, interpret=interpret)
     return xla.write_kv(k_pages, v_pages, k, v, slots)
 
 
+def rope_and_write_kv(
+    qkv: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slots: jax.Array,
+    qk_norms: jax.Array | None = None,
+    *,
+    norm_eps: float = 0.0,
+    implementation: str = "xla",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Everything between the QKV product and attention: rotated keys and the values are written into the pools.
+
+    Rotary embedding (Su et al. 2021, arXiv:2104.09864) turns dimension i against i + D/2 in float32.
+
+    Args:
+      qkv: [T, (H + 2K) * D]: the heads of q, then of k, then of v. H follows from its width.
+      k_pages, v_pages, slots: as in write_kv.
+      cos, sin: float32 [T, D/2], of each token's angles.
+      qk_norms: float32 [2, D], scales of a root-mean-square norm over each head of q and of k before the
+        rotation; None for none. norm_eps is added to its mean square.
+
+    Returns:
+      q [T, H, D], rotated, in qkv's dtype; k_pages; v_pages.
+    """
+    heads = _validate.check_rope(qkv, k_pages, v_pages, cos, sin, slots, qk_norms)
+    _require(implementation, heads, k_pages, interpret)
+    arguments = (qkv, k_pages, v_pages, cos, sin, slots, qk_norms)
+    if implementation == "triton":
+        return triton.rope_and_write_kv(*arguments, norm_eps=norm_eps, interpret=interpret)
+    return xla.rope_and_write_kv(*arguments, norm_eps=norm_eps)
+
+
+@overload
 def decode_attention(
     q: jax.Array,
     k_pages: jax.Array,
     v_pages: jax.Array,
     page_table: jax.Array,
     seq_lens: jax.Array,
+    arrivals: None = None,
     *,
     page_offset: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     implementation: str = "xla",
-) -> jax.Array:
+    interpret: bool = False,
+) -> jax.Array: ...
+@overload
+def decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    arrivals: jax.Array,
+    *,
+    page_offset: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "xla",
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+def decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    arrivals: jax.Array | None = None,
+    *,
+    page_offset: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    implementation: str = "xla",
+    interpret: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one query per row over its pages.
 
     Args:
@@ -83,21 +175,30 @@ def decode_attention(
         row's length or wholly before its window may hold anything.
       seq_lens: int32 [B], positions to attend to, the current one included; at most
         C*S. 0 marks a padded or finished row.
+      arrivals: int32 [B, K] zeros, by which the programs that share a row's context count each other. They come
+        back as zeros, for the next layer: so a step clears them once. None: each call clears its own.
       page_offset: Python int added to every page id, `layer * P`.
       scale: multiplies q.k before the softmax.
       window: positions that a query sees, its own included: the query at p sees
         max(0, p - window + 1) to p. What lies before is never read, so its pages may be
         freed and reused; cost follows min(length, window). None: no limit.
+      softcap: bounds the scaled scores, `softcap * tanh(score / softcap)`. None: no bound.
 
     Returns:
-      [B, H, D] in q's dtype; zeros for rows of length 0. Softmax in float32.
+      [B, H, D] in q's dtype; zeros for rows of length 0. Softmax in float32. With arrivals, (that, arrivals).
     """
-    _require(implementation)
-    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window)
-    _validate.check_decode(q, page_table)
-    return xla.decode_attention(
-        q, k_pages, v_pages, page_table, seq_lens, page_offset=page_offset, scale=scale, window=window
-    )
+    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window, softcap)
+    _validate.check_decode(q, k_pages, page_table, arrivals)
+    _require(implementation, q.shape[1], k_pages, interpret)
+    options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
+    if implementation == "triton":
+        counters = jnp.zeros((len(q), k_pages.shape[2]), jnp.int32) if arrivals is None else arrivals
+        out, counters = triton.decode_attention(
+            q, k_pages, v_pages, page_table, seq_lens, counters, interpret=interpret, **options
+        )
+        return out if arrivals is None else (out, counters)
+    out = xla.decode_attention(q, k_pages, v_pages, page_table, seq_lens, **options)
+    return out if arrivals is None else (out, arrivals)
 
 
 def extend_attention(
@@ -111,7 +212,9 @@ def extend_attention(
     page_offset: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
     implementation: str = "xla",
+    interpret: bool = False,
 ) -> jax.Array:
     """Causal attention of ragged prefill chunks, packed one after the other.
 
@@ -123,14 +226,16 @@ def extend_attention(
         row's length or wholly before the window of its first query may hold anything.
       cu_q_lens: int32 [R+1], non-decreasing from 0. Tokens past its end are padding.
       seq_lens: int32 [R], length of each row with this chunk; at least its chunk.
-      page_offset, scale, window: as in decode_attention, for each query at its own position.
+      page_offset, scale, window, softcap: as in decode_attention, for each query at its own position.
 
     Returns:
       [T, H, D] in q's dtype; zeros for padding. Softmax in float32.
     """
-    _require(implementation)
-    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window)
+    _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window, softcap)
     _validate.check_extend(cu_q_lens, seq_lens)
-    return xla.extend_attention(
-        q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale, window=window
-    )
+    _require(implementation, q.shape[1], k_pages, interpret)
+    options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
+    if implementation == "triton":
+        options["interpret"] = interpret
+        return triton.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
+    return xla.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)

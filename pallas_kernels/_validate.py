@@ -58,6 +58,7 @@ def check_attention(
     seq_lens: jax.Array,
     page_offset: int,
     window: int | None,
+    softcap: float | None,
 ) -> None:
     check_pools(k_pages, v_pages)
     _floats(q=q)
@@ -74,11 +75,44 @@ def check_attention(
         raise ValueError(f"page_offset: got {page_offset!r}, allowed is a Python int in [0, {pages})")
     if window is not None and not (isinstance(window, int) and 1 <= window <= MAX_SLOTS):
         raise ValueError(f"window: got {window!r}, allowed is None or a Python int in [1, {MAX_SLOTS}]")
+    if softcap is not None and not 0 < softcap < float("inf"):
+        raise ValueError(f"softcap: got {softcap!r}, allowed is None or a positive number")
 
 
-def check_decode(q: jax.Array, page_table: jax.Array) -> None:
+def check_decode(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, arrivals: jax.Array | None) -> None:
     if q.shape[0] != page_table.shape[0]:
         _fail("q", q, f"{page_table.shape[0]} rows, those of page_table")
+    if arrivals is not None:
+        _int32(2, arrivals=arrivals)
+        if arrivals.shape != (q.shape[0], k_pages.shape[2]):
+            _fail("arrivals", arrivals, f"int32[{q.shape[0]}, {k_pages.shape[2]}], rows and KV heads")
+
+
+def check_rope(
+    qkv: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slots: jax.Array,
+    qk_norms: jax.Array | None,
+) -> int:
+    """Returns the number of query heads."""
+    check_pools(k_pages, v_pages)
+    _floats(qkv=qkv)
+    _int32(1, slots=slots)
+    tokens, (_, _, kv_heads, dim) = slots.shape[0], k_pages.shape
+    if dim % 2:
+        _fail("k_pages", k_pages, "[N, S, K, D] with an even D, whose halves rotate")
+    heads = qkv.shape[-1] // dim - 2 * kv_heads
+    if qkv.shape != (tokens, (heads + 2 * kv_heads) * dim) or heads <= 0 or heads % kv_heads:
+        _fail("qkv", qkv, f"[{tokens}, (H + {2 * kv_heads}) * {dim}], H a multiple of the {kv_heads} KV heads")
+    for name, x in (("cos", cos), ("sin", sin)):
+        if x.shape != (tokens, dim // 2) or x.dtype != jnp.float32:
+            _fail(name, x, f"float32[{tokens}, {dim // 2}]")
+    if qk_norms is not None and (qk_norms.shape != (2, dim) or qk_norms.dtype != jnp.float32):
+        _fail("qk_norms", qk_norms, f"float32[2, {dim}]")
+    return heads
 
 
 def check_extend(cu_q_lens: jax.Array, seq_lens: jax.Array) -> None:

@@ -4,6 +4,8 @@ Same arguments as the public functions, no `implementation`. They cost
 rows x table width, whatever the true lengths are: for tests only.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -30,9 +32,13 @@ def _gather(pool: jax.Array, pages: jax.Array, lowest: jax.Array, length: jax.Ar
     return jnp.repeat(jnp.where(readable[:, None, None], x, 0.0), group, axis=1)
 
 
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float) -> jax.Array:
+def _attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array, scale: float, softcap: float | None
+) -> jax.Array:
     """q [T, H, D], k and v [X, H, D], seen [T, X] -> float32 [T, H, D]; zeros where nothing is seen."""
     scores = jnp.einsum("thd,xhd->thx", q.astype(jnp.float32), k, precision="highest") * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
     weights = jax.nn.softmax(jnp.where(seen[:, None, :], scores, -jnp.inf), axis=-1)
     out = jnp.einsum("thx,xhd->thd", weights, v, precision="highest")
     return jnp.where(seen.any(axis=1)[:, None, None], out, 0.0)
@@ -48,12 +54,12 @@ def decode_attention(
     page_offset: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Extend with one query per row."""
     cu_q_lens = jnp.arange(q.shape[0] + 1, dtype=jnp.int32)
-    return extend_attention(
-        q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, page_offset=page_offset, scale=scale, window=window
-    )
+    options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
+    return extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
 
 
 def extend_attention(
@@ -67,6 +73,7 @@ def extend_attention(
     page_offset: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Every row against every token, masked down to the row's own tokens and their past."""
     group = q.shape[1] // k_pages.shape[2]
@@ -82,7 +89,7 @@ def extend_attention(
         distance = position[:, None] - jnp.arange(k.shape[0], dtype=jnp.int32)[None, :]
         past = (distance >= 0) & (distance < window)
         # Rows own disjoint tokens and leave zeros elsewhere, so their results add up.
-        return _attend(q, k, v, own[:, None] & past, scale)
+        return _attend(q, k, v, own[:, None] & past, scale, softcap)
 
     rows = jax.lax.map(row, jnp.arange(page_table.shape[0], dtype=jnp.int32))
     return rows.sum(axis=0).astype(q.dtype)

@@ -30,6 +30,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.tiling import blocks, tile_map
+
 DECODE_ROWS = 8  # rows in a decode tile
 DECODE_BLOCK = 64  # positions per iteration
 EXTEND_QUERIES = 64  # tokens in an extend tile
@@ -50,10 +52,6 @@ def write_kv(
         k_pages.at[at].set(k.astype(k_pages.dtype), mode="drop"),
         v_pages.at[at].set(v.astype(v_pages.dtype), mode="drop"),
     )
-
-
-def _blocks(positions: jax.Array, block: int) -> jax.Array:
-    return lax.div(positions + jnp.int32(block - 1), jnp.int32(block))
 
 
 def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
@@ -79,6 +77,10 @@ def _get(pool: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
     return pool.at[at].get(mode="promise_in_bounds").astype(jnp.float32)
 
 
+def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
+    return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
+
+
 def _online(
     state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -88,6 +90,40 @@ def _online(
     weights = jnp.exp(scores - new[..., None])
     shrink = jnp.exp(top - new)
     return new, total * shrink + weights.sum(axis=-1), acc * shrink[..., None], weights
+
+
+def rope_and_write_kv(
+    qkv: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    slots: jax.Array,
+    qk_norms: jax.Array | None = None,
+    *,
+    norm_eps: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same sums in the same order as the kernel's, each rounded to qkv's dtype where it rounds."""
+    tokens = len(qkv)
+    _, _, kv_heads, dim = k_pages.shape
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    q, k, v = jnp.split(qkv.reshape(tokens, heads + 2 * kv_heads, dim), [heads, heads + kv_heads], axis=1)
+    if qk_norms is not None:
+        q, k = _rms_norm(q, qk_norms[0], norm_eps), _rms_norm(k, qk_norms[1], norm_eps)
+    return _rotate(q, cos, sin), *write_kv(k_pages, v_pages, _rotate(k, cos, sin), v, slots)
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    return (wide * lax.rsqrt(mean_square + eps) * scale).astype(x.dtype)
+
+
+def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotates [T, heads, D] by its phases [T, D/2]: dimension i against i + D/2, in float32."""
+    cos, sin = cos[:, None, :], sin[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def decode_attention(
@@ -100,6 +136,7 @@ def decode_attention(
     page_offset: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Rows in tiles of DECODE_ROWS, sorted by what they see so that a tile's rows end together."""
     rows, heads, dim = q.shape
@@ -131,7 +168,7 @@ def decode_attention(
             positions = lowest[:, None] + (j * block + jnp.arange(block, dtype=jnp.int32))[None, :]
             at = _locate(table, jnp.minimum(positions, last), page_offset, pages, size)
             keys = _get(k_pages, at).reshape(tile, block, wide)
-            scores = jnp.einsum("whd,wxd->whx", q_tile, keys)
+            scores = _capped(jnp.einsum("whd,wxd->whx", q_tile, keys), softcap)
             scores = jnp.where((positions < length[:, None])[:, None, :], scores, _FLOOR)
             top, total, acc, weights = _online(state, scores)
             values = _get(v_pages, at).reshape(tile, block, wide)
@@ -142,7 +179,7 @@ def decode_attention(
             jnp.zeros((tile, heads), jnp.float32),
             jnp.zeros((tile, heads, wide), jnp.float32),
         )
-        _, total, acc = lax.fori_loop(0, _blocks((length - lowest).max(), block), step, init)
+        _, total, acc = lax.fori_loop(0, blocks((length - lowest).max(), block), step, init)
         # The diagonal blocks are the result; the others mixed heads that do not belong together.
         acc = acc.reshape(tile, kv_heads, group, kv_heads, dim)
         acc = jnp.stack([acc[:, i, :, i] for i in range(kv_heads)], axis=1)
@@ -157,20 +194,6 @@ def decode_attention(
     return out[jnp.argsort(order[:rows])]
 
 
-def _tile_map(
-    cu_q_lens: jax.Array, seq_lens: jax.Array, tokens: int, width: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Cut chunks into tiles of `width`: their number; row, first token and its position of each."""
-    chunk = cu_q_lens[1:] - cu_q_lens[:-1]
-    per_row = _blocks(chunk, width)
-    ends = jnp.cumsum(per_row)
-    tile = jnp.arange(-(-tokens // width) + chunk.shape[0], dtype=jnp.int32)
-    row = jnp.sum(ends[None, :] <= tile[:, None], axis=1, dtype=jnp.int32)
-    row = jnp.minimum(row, chunk.shape[0] - 1)
-    skip = (tile - (ends[row] - per_row[row])) * width
-    return ends[-1], row, cu_q_lens[row] + skip, seq_lens[row] - chunk[row] + skip
-
-
 def extend_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -182,13 +205,14 @@ def extend_attention(
     page_offset: int,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Tiles of up to EXTEND_QUERIES tokens of one row each, in token order."""
     tokens, heads, dim = q.shape
     pages, size, kv_heads, _ = k_pages.shape
     group, width = heads // kv_heads, min(EXTEND_QUERIES, max(tokens, 1))
     block = NARROW_BLOCK if width <= NARROW_TILE else EXTEND_BLOCK
-    count, row_of, first_of, position_of = _tile_map(cu_q_lens, seq_lens, tokens, width)
+    count, row_of, first_of, position_of = tile_map(cu_q_lens, seq_lens, tokens, width)
     # A tile may reach past the last token.
     q32 = jnp.pad(q.astype(jnp.float32) * scale, ((0, width), (0, 0), (0, 0)))
 
@@ -212,7 +236,7 @@ def extend_attention(
             seen = jnp.tile(seen, (group, 1))
             new = []
             for head, state in enumerate(states):
-                scores = jnp.where(seen, q_tile[head] @ keys[:, head].T, _FLOOR)
+                scores = jnp.where(seen, _capped(q_tile[head] @ keys[:, head].T, softcap), _FLOOR)
                 top, total, acc, weights = _online(state, scores)
                 new.append((top, total, acc + weights @ values[:, head]))
             return tuple(new)
@@ -223,7 +247,7 @@ def extend_attention(
             jnp.zeros((group * width, dim), jnp.float32),
         )
         visible = jnp.minimum(position + width, length)
-        ends = lax.div(lowest, jnp.int32(block)), _blocks(visible, block)
+        ends = lax.div(lowest, jnp.int32(block)), blocks(visible, block)
         states = lax.fori_loop(*ends, step, (init,) * kv_heads)
         acc = jnp.stack([acc / total[:, None] for _, total, acc in states]).reshape(kv_heads, group, width, dim)
         acc = acc.transpose(2, 0, 1, 3).reshape(width, heads, dim).astype(q.dtype)

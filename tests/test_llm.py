@@ -249,10 +249,10 @@ def test_a_bad_setting_names_itself(monkeypatch, setting, value):
 
 
 def test_kernels_that_are_not_here_are_not_offered():
-    with pytest.raises(ConfigError, match=r"use one of auto, xla$"):
+    with pytest.raises(ConfigError, match=r"use one of auto, xla, triton$"):
         EngineConfig(attention="flash")
-    with pytest.raises(UnsupportedError, match="'triton' is not in this build; use 'auto' or 'xla'"):
-        EngineConfig(attention="triton")
+    with pytest.raises(UnsupportedError, match="'mosaic' is not in this build; use 'auto', 'xla' or 'triton'"):
+        EngineConfig(attention="mosaic")
 
 
 def test_a_pool_too_small_for_one_long_request_says_what_to_change():

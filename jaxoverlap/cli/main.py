@@ -16,6 +16,7 @@ from jaxoverlap.cli.bench import bench
 from jaxoverlap.cli.chat import chat
 from jaxoverlap.cli.command import FAILED, as_command, say
 from jaxoverlap.cli.generate import generate
+from jaxoverlap.cli.inspect_step import inspect_step
 from jaxoverlap.cli.serve import serve
 from jaxoverlap.cli.simulate import simulate
 from jaxoverlap.cli.top import top
@@ -58,6 +59,7 @@ app.command("chat")(as_command(chat))
 app.command("bench")(as_command(bench))
 app.command("simulate")(as_command(simulate))
 app.command("top")(as_command(top))
+app.command("inspect-step")(as_command(inspect_step))
 app.add_typer(client.app, name="client")
 app.add_typer(trace.app, name="trace")
 

@@ -117,7 +117,10 @@ class EngineOptions:
     max_queue: Annotated[
         int | None, _engine(help="Requests that may wait in the engine at most. Default: no limit; for serve 1024.")
     ] = None
-    attention: Annotated[str | None, _engine(metavar="auto|xla", help="Attention kernels. Default: auto.")] = None
+    attention: Annotated[
+        str | None,
+        _engine(metavar="auto|xla|triton", help="Who computes attention and KV writes. Default: auto."),
+    ] = None
     watchdog_seconds: Annotated[
         float | None,
         _engine(

@@ -2,7 +2,8 @@
 
 Attention is not here. The caller passes `attend`, which writes k and v into its pages and returns
 the attention output; it is called once per layer, in order, while the step is traced, so it may
-carry trace-time state from layer to layer. Layers are therefore plainly unrolled.
+carry trace-time state from layer to layer. Layers are therefore plainly unrolled. With `packed_attend`
+it takes the QKV product as it is, and norms and rotates it too: on a GPU that is one kernel with the write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxoverlap.model import layout
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.rope import inverse_frequencies
 
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]
 
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision:
@@ -63,6 +64,7 @@ class Layer(nn.Module):
 
     config: ModelConfig
     dtype: Any
+    packed_attend: bool = False
 
     def setup(self) -> None:
         c = self.config
@@ -77,12 +79,23 @@ class Layer(nn.Module):
         norms: jax.Array,
         qk_norms: jax.Array | None,
         cos_sin: tuple[jax.Array, jax.Array],
-        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        attend: Attend,
     ) -> jax.Array:
         """[T, hidden] → [T, hidden]; `norms` [2, hidden], `qk_norms` [2, D] or None, float32."""
         c = self.config
-        tokens = x.shape[0]
         qkv = self.qkv(rms_norm(x, norms[0], c.norm_eps))
+        if self.packed_attend:
+            attended = attend(qkv, cos_sin, qk_norms)
+        else:
+            attended = attend(*self._queries_keys_values(qkv, qk_norms, cos_sin))
+        x = x + self.o(attended.reshape(len(x), c.q_size))
+        gate, up = jnp.split(self.gate_up(rms_norm(x, norms[1], c.norm_eps)), 2, axis=1)
+        return x + self.down(nn.silu(gate) * up)
+
+    def _queries_keys_values(
+        self, qkv: jax.Array, qk_norms: jax.Array | None, cos_sin: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        c, tokens = self.config, len(qkv)
         q, k, v = jnp.split(qkv, [c.q_size, c.q_size + c.kv_size], axis=1)
         q = q.reshape(tokens, c.num_heads, c.head_dim)
         k = k.reshape(tokens, c.num_kv_heads, c.head_dim)
@@ -90,10 +103,7 @@ class Layer(nn.Module):
         if qk_norms is not None:
             q = rms_norm(q, qk_norms[0], c.norm_eps)
             k = rms_norm(k, qk_norms[1], c.norm_eps)
-        attended = attend(rotate(q, *cos_sin), rotate(k, *cos_sin), v)
-        x = x + self.o(attended.reshape(tokens, c.q_size))
-        gate, up = jnp.split(self.gate_up(rms_norm(x, norms[1], c.norm_eps)), 2, axis=1)
-        return x + self.down(nn.silu(gate) * up)
+        return rotate(q, *cos_sin), rotate(k, *cos_sin), v
 
 
 class Decoder(nn.Module):
@@ -105,10 +115,12 @@ class Decoder(nn.Module):
     Attributes:
       config: the model's shape.
       dtype: of weights (norms excepted: float32) and activations; float32 or bfloat16.
+      packed_attend: `attend` takes `(layer, qkv, cos_sin, qk_norms)`, see `__call__`.
     """
 
     config: ModelConfig
     dtype: Any
+    packed_attend: bool = False
 
     def setup(self) -> None:
         c = self.config
@@ -119,7 +131,7 @@ class Decoder(nn.Module):
         if c.qk_norm:
             self.qk_norms = self.param("qk_norms", ones, (c.num_layers, 2, c.head_dim), jnp.float32)
         self.final_norm = self.param("final_norm", ones, (c.hidden_size,), jnp.float32)
-        self.layers = [Layer(c, self.dtype) for _ in range(c.num_layers)]
+        self.layers = [Layer(c, self.dtype, self.packed_attend) for _ in range(c.num_layers)]
         if not c.tie_word_embeddings:
             self.lm_head = Linear((c.vocab_size, c.hidden_size), self.dtype, out_dtype=jnp.float32)
 
@@ -130,7 +142,8 @@ class Decoder(nn.Module):
           token_ids: int32 [T]; ids outside the vocabulary (padding) read a row of zeros.
           positions: int32 [T], each token's position in its own sequence.
           attend: `attend(layer, q [T, H, D], k [T, K, D], v [T, K, D]) -> [T, H, D]`, all in `dtype`,
-            q and k rotated, q not scaled by D ** -0.5.
+            q and k rotated, q not scaled by D ** -0.5. Packed, it is
+            `attend(layer, qkv [T, (H + 2K) D], (cos, sin) [T, 1, D/2] each, qk_norms [2, D] or None) -> [T, H, D]`.
 
         Returns:
           [T, hidden] in `dtype`, before the final norm: take the rows that need logits, then call `logits`.
@@ -203,5 +216,5 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return rotated.astype(x.dtype)
 
 
-def _bind(attend: Attend, layer: int) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    return lambda q, k, v: attend(layer, q, k, v)
+def _bind(attend: Attend, layer: int) -> Attend:
+    return lambda *arguments: attend(layer, *arguments)

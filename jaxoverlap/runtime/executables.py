@@ -111,7 +111,7 @@ class Executables:
         if isinstance(shape, StepShape):
             packed = self._array((packed_size(shape, step.pages_per_row),), jnp.int32)
             first_half = jax.jit(partial(step, shape), donate_argnums=(1, 2))
-            return first_half.lower(self._weights, self._kv, state, packed).compile()
+            return first_half.lower(self._weights, self._kv, state, packed).compile(step.compiler_options)
         if isinstance(shape, SampleShape):
             ready = self._ready_to_sample(shape.num_rows)
             if not shape.with_rules:

@@ -10,6 +10,7 @@ it is known what they may say. No other step is launched in between.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxoverlap.errors import UnsupportedError
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.runtime.buckets import Buckets, StepShape
 from jaxoverlap.runtime.executables import Executables, Rare, SampleShape, Shape, mask_words
@@ -27,9 +29,31 @@ from jaxoverlap.runtime.sample_step import ReadyToSample
 from jaxoverlap.runtime.step import DeviceStep
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import StepPlan, StepResult
+from pallas_kernels import AttentionShape, best_implementation, why_not
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[Iterable[Shape], int], Iterable[Shape]]
 """Wraps an iterable of shapes and its length, to show how far warm-up is."""
+
+
+def choose_attention(attention: str, device: jax.Device, config: ModelConfig, page_size: int, dtype: Any) -> str:
+    """The implementation in `pallas_kernels`, decided for "auto" and checked for the others; says in the log why.
+
+    Raises:
+      UnsupportedError: it does not take this model's shape.
+    """
+    shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype)
+    if attention == "auto":
+        choice = best_implementation(device, shape)
+        logger.info("attention: %s, because %s", choice.implementation, choice.reason)
+        return choice.implementation
+    reason = why_not(attention, shape)
+    if reason is not None:
+        raise UnsupportedError(f"attention: {reason}; use 'auto' or 'xla'")
+    if attention == "triton" and device.platform == "cpu":
+        logger.warning("attention: triton is interpreted on a CPU: right, and very slow")
+    return attention
 
 
 @dataclass(slots=True)
@@ -88,6 +112,7 @@ class DeviceRunner:
     ) -> None:
         limits = scheduler_config.limits
         self.device = device or jax.devices()[0]
+        pool_dtype = kv_dtype or dtype
         self.buckets = Buckets(scheduler_config)
         self.step = DeviceStep(
             config=config,
@@ -97,13 +122,14 @@ class DeviceRunner:
             num_pages=limits.num_pages,
             page_size=limits.page_size,
             max_prompt_tokens=max(shape.prefill_tokens for shape in self.buckets),
-            attention=attention,
+            attention=choose_attention(attention, self.device, config, limits.page_size, pool_dtype),
+            interpret=attention == "triton" and self.device.platform == "cpu",
             deterministic=scheduler_config.deterministic,
         )
         self._weights = jax.device_put(weights, self.device)
         with jax.default_device(self.device):
             pool = (config.num_layers * limits.num_pages, limits.page_size, config.num_kv_heads, config.head_dim)
-            self._kv = KVPages(*(jax.numpy.zeros(pool, dtype=kv_dtype or dtype) for _ in "kv"))
+            self._kv = KVPages(*(jax.numpy.zeros(pool, dtype=pool_dtype) for _ in "kv"))
             self._state = RowState.blank(self.step.num_rows, self.step.pages_per_row, self.step.num_pages)
         self.executables = Executables(self.step, self.buckets, self._weights, self._kv, self._state)
         self._rules = RulesSeats(self.executables, self.step.num_rows, config.vocab_size)
@@ -170,8 +196,8 @@ class DeviceRunner:
             self._everything[num_rows] = jax.device_put(words, self.device)
         return self._everything[num_rows]
 
-    def _score_prompt(self, plan: StepPlan, hidden: jax.Array) -> jax.Array | None:
-        if not any(chunk.scores_prompt for chunk in plan.chunks):
+    def _score_prompt(self, plan: StepPlan, hidden: jax.Array | None) -> jax.Array | None:
+        if hidden is None or not any(chunk.scores_prompt for chunk in plan.chunks):
             return None
         targets = np.zeros(len(hidden), dtype=np.int32)
         num_top = np.full(len(hidden), -1, dtype=np.int32)

@@ -23,7 +23,7 @@ from jaxoverlap.runtime.buckets import StepShape
 from jaxoverlap.runtime.packing import PackedStep, read_row_params, unpack
 from jaxoverlap.runtime.row_state import KVPages, RowState
 from jaxoverlap.runtime.sample_step import ReadyToSample
-from pallas_kernels import decode_attention, extend_attention, write_kv
+from pallas_kernels import decode_attention, extend_attention, rope_and_write_kv, write_kv
 
 _SCORED_TOGETHER = 16
 """Prompt tokens whose logits exist at once."""
@@ -38,7 +38,7 @@ class DeviceStep:
       num_rows, pages_per_row: R and C of the row state.
       num_pages: P, pages of one layer; page_size: positions in a page.
       max_prompt_tokens: in any step; every step pads to it what `score_prompt` reads, which so has one shape.
-      attention: implementation in `pallas_kernels`.
+      attention: implementation in `pallas_kernels`; interpret: run its kernels without a GPU, slowly.
       deterministic: prompt tokens attend as decoding rows do, so that it does not matter which of them a token is in.
     """
 
@@ -50,33 +50,43 @@ class DeviceStep:
     page_size: int
     max_prompt_tokens: int
     attention: str = "xla"
+    interpret: bool = False
     deterministic: bool = False
 
     def __call__(
         self, shape: StepShape, weights: Any, kv: KVPages, state: RowState, packed: jax.Array
-    ) -> tuple[KVPages, RowState, ReadyToSample, jax.Array]:
+    ) -> tuple[KVPages, RowState, ReadyToSample, jax.Array | None]:
         """Runs one step of a static shape with T prompt tokens, R prompts and B decoding rows.
 
         Returns:
           The pool; the row state; what `sample` needs of the R + B rows; and the last hidden states of the prompt
-          tokens, [max_prompt_tokens, hidden_size] ([0, …] of a step without any), for `score_prompt`.
+          tokens, [max_prompt_tokens, hidden_size] (None of a step without any), for `score_prompt`.
         """
         step = unpack(packed, shape, self.pages_per_row)
+        real_rows, step = step.decode_rows, self._rows_in_eights(step)
         state = self._add_pages(self._seat_chunks(state, step), step)
         prompts, decodes = self._prompt_tokens(step), self._decode_tokens(state, step)
         attention = _PagedAttention(self, kv, step, prompts, decodes, state)
-        decoder = Decoder(self.config, self.dtype)
+        # XLA's back ends fuse the rotation with what is around it; kernels have it inside.
+        packed_attend = self.attention != "xla"
+        decoder = Decoder(self.config, self.dtype, packed_attend)
         hidden = decoder.apply(
-            weights, _join(prompts.token_ids, decodes.token_ids), _join(prompts.positions, decodes.positions), attention
+            weights,
+            _join(prompts.token_ids, decodes.token_ids),
+            _join(prompts.positions, decodes.positions),
+            attention.packed if packed_attend else attention,
         )
         assert isinstance(hidden, jax.Array)
         last_of_chunk = jnp.maximum(step.cu_q_lens[1:] - 1, 0)
         last_hidden = _join(hidden[: shape.prefill_tokens][last_of_chunk], hidden[shape.prefill_tokens :])
         logits = decoder.apply(weights, last_hidden, method=Decoder.logits)
         assert isinstance(logits, jax.Array)
-        missing = (0, self.max_prompt_tokens - shape.prefill_tokens if shape.prefill_tokens else 0)
-        prompt_hidden = jnp.pad(hidden[: shape.prefill_tokens], (missing, (0, 0)))
-        return attention.kv, state, self._ready(shape, state, step, logits), prompt_hidden
+        step = replace(step, decode_rows=real_rows)
+        ready = self._ready(shape, state, step, logits[: shape.prefill_rows + len(real_rows)])
+        if not shape.prefill_tokens:
+            return attention.kv, state, ready, None
+        missing = (0, self.max_prompt_tokens - shape.prefill_tokens)
+        return attention.kv, state, ready, jnp.pad(hidden[: shape.prefill_tokens], (missing, (0, 0)))
 
     def score_prompt(self, weights: Any, hidden: jax.Array, targets: jax.Array, num_top: jax.Array) -> jax.Array:
         """Scores the token that follows each of T prompt tokens; a few at a time, so that no [T, V] ever exists.
@@ -109,6 +119,15 @@ class DeviceStep:
         words = jax.lax.map(score, (split(hidden), split(targets), split(num_top, -1)))
         return words.reshape(blocks * width, SCORE_WORDS)[: len(targets)]
 
+    def _rows_in_eights(self, step: PackedStep) -> PackedStep:
+        """Beside kernels, decoding rows are padded to a multiple of 8: cuBLASLt would pad each product on its own."""
+        missing = (0, 0 if self.attention == "xla" else -len(step.decode_rows) % 8)
+        return replace(
+            step,
+            decode_rows=jnp.pad(step.decode_rows, missing, constant_values=self.num_rows),
+            new_pages=jnp.pad(step.new_pages, missing, constant_values=self.num_pages),
+        )
+
     def _seat_chunks(self, state: RowState, step: PackedStep) -> RowState:
         """Every chunk sets its row up anew; only the first needs it, and the others change nothing."""
         rows = step.chunk_rows
@@ -133,7 +152,7 @@ class DeviceStep:
 
     def _prompt_tokens(self, step: PackedStep) -> _Tokens:
         index = jnp.arange(step.token_ids.shape[0], dtype=jnp.int32)
-        chunk = jnp.searchsorted(step.cu_q_lens[1:], index, side="right").astype(jnp.int32)
+        chunk = _chunk_of(step, index)
         start = step.chunk_starts.at[chunk].get(mode="fill", fill_value=0)
         positions = start + index - step.cu_q_lens.at[chunk].get(mode="fill", fill_value=0)
         pages = step.page_tables.at[chunk, positions // self.page_size].get(mode="fill", fill_value=self.num_pages)
@@ -146,6 +165,15 @@ class DeviceStep:
         pages = state.page_table.at[rows, positions // self.page_size].get(mode="fill", fill_value=self.num_pages)
         slots = jnp.where(finished, self.no_slot, pages * self.page_size + positions % self.page_size)
         return _Tokens(state.last_token.at[rows].get(mode="fill", fill_value=0), positions, slots)
+
+    @property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """XLA's, beside kernels. On a GPU its products come from cuBLASLt, which adds to the residual stream on the
+        way; those that XLA would write itself need another kernel for that and, where they are split, one more."""
+        if self.attention == "xla":
+            return None
+        # What is interpreted takes minutes to optimise, and is slow anyway.
+        return {"xla_backend_optimization_level": 0} if self.interpret else {"xla_gpu_enable_triton_gemm": False}
 
     @property
     def no_slot(self) -> int:
@@ -193,9 +221,11 @@ class _PagedAttention:
         self._decode_lens = jnp.where(finished, 0, decodes.positions + 1)
         if step.deterministic:
             self._make_prompt_tokens_rows(prompts)
+        self._arrivals = jnp.zeros((len(self._decode_lens), step.config.num_kv_heads), dtype=jnp.int32)
+        self._implementation: dict[str, Any] = {"implementation": step.attention, "interpret": step.interpret}
 
     def _make_prompt_tokens_rows(self, prompts: _Tokens) -> None:
-        chunk = jnp.searchsorted(self._packed.cu_q_lens[1:], jnp.arange(self._num_prompt_tokens), side="right")
+        chunk = _chunk_of(self._packed, jnp.arange(self._num_prompt_tokens, dtype=jnp.int32))
         tables = self._packed.page_tables.at[chunk].get(mode="fill", fill_value=self._step.num_pages)
         lens = jnp.where(prompts.slots < self._step.no_slot, prompts.positions + 1, 0)
         self._decode_tables = _join(tables, self._decode_tables)
@@ -203,34 +233,56 @@ class _PagedAttention:
         self._num_prompt_tokens = 0
 
     def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """q [T, H, D], k and v [T, K, D], rotated; returns [T, H, D]."""
+        self.kv = KVPages(*write_kv(self.kv.k, self.kv.v, k, v, self._slots_of(layer), **self._implementation))
+        return self._attend(layer, q)
+
+    def packed(
+        self, layer: int, qkv: jax.Array, cos_sin: tuple[jax.Array, jax.Array], qk_norms: jax.Array | None
+    ) -> jax.Array:
+        """qkv [T, (H + 2K) D], as it comes from the product; returns [T, H, D]."""
+        cos, sin = (phases.squeeze(1) for phases in cos_sin)
+        q, k_pages, v_pages = rope_and_write_kv(
+            qkv,
+            self.kv.k,
+            self.kv.v,
+            cos,
+            sin,
+            self._slots_of(layer),
+            qk_norms,
+            norm_eps=self._step.config.norm_eps,
+            **self._implementation,
+        )
+        self.kv = KVPages(k_pages, v_pages)
+        return self._attend(layer, q)
+
+    def _slots_of(self, layer: int) -> jax.Array:
+        in_layer = self._step.num_pages * self._step.page_size
+        nowhere = self._step.config.num_layers * in_layer
+        return jnp.where(self._slots < in_layer, self._slots + layer * in_layer, nowhere)
+
+    def _attend(self, layer: int, q: jax.Array) -> jax.Array:
         step, packed, split = self._step, self._packed, self._num_prompt_tokens
-        in_layer = step.num_pages * step.page_size
-        slots = jnp.where(self._slots < in_layer, self._slots + layer * in_layer, step.config.num_layers * in_layer)
-        self.kv = KVPages(*write_kv(self.kv.k, self.kv.v, k, v, slots, implementation=step.attention))
         options: dict[str, Any] = {
             "page_offset": layer * step.num_pages,
             "scale": step.config.head_dim**-0.5,
             "window": step.config.windows[layer],
-            "implementation": step.attention,
+            **self._implementation,
         }
-        outputs = []
+        pages, outputs = (self.kv.k, self.kv.v), []
         if split:
-            outputs.append(
-                extend_attention(
-                    q[:split],
-                    self.kv.k,
-                    self.kv.v,
-                    packed.page_tables,
-                    packed.cu_q_lens,
-                    self._chunk_ends,
-                    **options,
-                )
-            )
+            tables = packed.page_tables, packed.cu_q_lens, self._chunk_ends
+            outputs.append(extend_attention(q[:split], *pages, *tables, **options))
         if split < len(q):
-            outputs.append(
-                decode_attention(q[split:], self.kv.k, self.kv.v, self._decode_tables, self._decode_lens, **options)
-            )
+            rows = self._decode_tables, self._decode_lens, self._arrivals
+            output, self._arrivals = decode_attention(q[split:], *pages, *rows, **options)
+            outputs.append(output)
         return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+
+
+def _chunk_of(step: PackedStep, tokens: jax.Array) -> jax.Array:
+    """The chunk of each of a step's prompt tokens; that of padding is out of range. By comparing, without a loop."""
+    return jnp.searchsorted(step.cu_q_lens[1:], tokens, side="right", method="compare_all").astype(jnp.int32)
 
 
 def _join(first: jax.Array, second: jax.Array) -> jax.Array:

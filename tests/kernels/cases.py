@@ -99,3 +99,15 @@ def assert_close(got: jax.Array, want: jax.Array) -> None:
     tolerance = TOLERANCE[str(want.dtype)]
     got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+ROW_TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}
+
+
+def assert_rows_close(got: jax.Array, want: jax.Array) -> None:
+    """Every vector along the last axis is off by no more than a share of its own largest number."""
+    assert got.dtype == want.dtype and got.shape == want.shape
+    tolerance = ROW_TOLERANCE[str(want.dtype)]
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
+    off, size = np.abs(got - want).max(axis=-1), np.abs(want).max(axis=-1)
+    assert (off <= tolerance * size).all(), f"off by {np.nanmax(off / np.maximum(size, 1e-30)):.1e} of a row's largest"

@@ -1,6 +1,7 @@
 """What the door refuses, and what a compiled chain of layers may cost in memory."""
 
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,8 @@ def decode(**changed):
         ({"window": 0}, r"window: got 0, allowed is None or a Python int in \[1, 2147483647\]"),
         ({"window": 2**31}, r"window: got 2147483648"),
         ({"window": 1.5}, r"window: got 1.5"),
+        ({"softcap": 0.0}, r"softcap: got 0.0, allowed is None or a positive number"),
+        ({"arrivals": jnp.zeros((2, 2), jnp.int32)}, r"arrivals: .*int32\[2, 3\], rows and KV heads"),
     ],
 )
 def test_decode_refuses(changed, message):
@@ -74,6 +77,24 @@ def test_write_refuses(name, value):
         pk.write_kv(GOOD["k_pages"], GOOD["v_pages"], **{**args, name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("qkv", jnp.zeros((5, 14 * 64))),
+        ("qkv", jnp.zeros((4, 15 * 64))),
+        ("cos", jnp.zeros((5, 64))),
+        ("sin", jnp.zeros((5, 32), jnp.bfloat16)),
+        ("qk_norms", jnp.zeros((2, 32))),
+    ],
+)
+def test_rope_refuses(name, value):
+    phases = {"cos": jnp.zeros((5, 32)), "sin": jnp.zeros((5, 32))}
+    args = {"qkv": jnp.zeros((5, 15 * 64)), **phases, "slots": jnp.zeros((5,), jnp.int32)}
+    pk.rope_and_write_kv(k_pages=GOOD["k_pages"], v_pages=GOOD["v_pages"], **args)
+    with pytest.raises(ValueError, match=f"{name}: got "):
+        pk.rope_and_write_kv(k_pages=GOOD["k_pages"], v_pages=GOOD["v_pages"], **{**args, name: value})
+
+
 def test_a_pool_that_slots_can_not_address_is_refused():
     big = jax.ShapeDtypeStruct((2**27, 16, 1, 1), F32)
     line = jax.ShapeDtypeStruct((1, 1, 1), F32)
@@ -81,13 +102,49 @@ def test_a_pool_that_slots_can_not_address_is_refused():
         jax.eval_shape(pk.write_kv, big, big, line, line, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
-@pytest.mark.parametrize("name", ["triton", "mosaic"])
-def test_what_is_not_in_the_build_says_so(name):
-    with pytest.raises(pk.ImplementationNotAvailable, match=f"'{name}' is not in this build"):
-        decode(implementation=name)
+def test_what_is_not_in_the_build_says_so():
+    with pytest.raises(pk.ImplementationNotAvailable, match="'mosaic' is not in this build; 'xla' and 'triton' are"):
+        decode(implementation="mosaic")
     assert issubclass(pk.ImplementationNotAvailable, NotImplementedError)
     with pytest.raises(ValueError, match="implementation: got 'cuda'"):
         decode(implementation="cuda")
+    with pytest.raises(ValueError, match="interpret: got True, allowed is False with implementation 'xla'"):
+        decode(interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((9, 3, 60, 16, "bfloat16"), "head dim: got 60, 'triton' takes multiples of 8 from 16 to 256"),
+        ((9, 3, 512, 16, "bfloat16"), "head dim: got 512"),
+        ((64, 1, 64, 16, "bfloat16"), "query heads for each KV head: got 64, 'triton' takes at most 32"),
+        ((9, 3, 64, 16, "int8"), "dtype of the pools: got int8, allowed is float32, bfloat16, float16"),
+    ],
+)
+def test_shapes_that_the_kernels_do_not_take(shape, message):
+    shape = pk.AttentionShape(*shape)
+    assert message in pk.why_not("triton", shape)
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert message in pk.best_implementation(gpu, shape).reason
+
+
+@pytest.mark.parametrize(
+    ("device", "choice"),
+    [
+        ({"platform": "cpu"}, pk.Choice("xla", "on a CPU the kernels are only interpreted")),
+        ({"platform": "tpu"}, pk.Choice("xla", "there are no kernels for tpu")),
+        (
+            {"platform": "gpu", "compute_capability": "7.5"},
+            pk.Choice("xla", "the kernels need compute capability 8.0, this device has 7.5"),
+        ),
+        (
+            {"platform": "gpu", "compute_capability": "9.0"},
+            pk.Choice("triton", "compute capability 9.0; it takes this shape"),
+        ),
+    ],
+)
+def test_the_best_implementation_says_why(device, choice):
+    assert pk.best_implementation(SimpleNamespace(**device), pk.AttentionShape(9, 3, 64, 16, "bfloat16")) == choice
 
 
 LAYERS, PAGES = 3, 400

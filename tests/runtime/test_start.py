@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxoverlap.config import EngineConfig
@@ -14,7 +16,8 @@ from jaxoverlap.runtime import compile_cache
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.executables import SampleShape
 from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
-from tests.tiny import make_runner, scheduler_config
+from jaxoverlap.runtime.runner import choose_attention
+from tests.tiny import CONFIG, make_runner, scheduler_config
 
 GIB = 2**30
 
@@ -50,10 +53,20 @@ def test_no_more_pages_than_all_rows_can_use():
         config.resolve(platform="cpu", vocab_size=9, model_len=256, page_bytes=10**6, kv_memory_bytes=10**5)
 
 
-@pytest.mark.parametrize("attention", ["triton", "mosaic"])
-def test_kernels_that_are_not_built_are_refused_by_name(attention):
-    with pytest.raises(UnsupportedError, match=attention):
-        EngineConfig(attention=attention)
+def test_kernels_that_are_not_built_are_refused_by_name():
+    with pytest.raises(UnsupportedError, match="mosaic"):
+        EngineConfig(attention="mosaic")
+
+
+def test_a_model_that_the_kernels_do_not_take_is_refused_at_start():
+    odd = replace(CONFIG, head_dim=12)
+    cpu = jax.devices("cpu")[0]
+    with pytest.raises(UnsupportedError, match="attention: head dim: got 12, 'triton' takes multiples of 8 from 16"):
+        choose_attention("triton", cpu, odd, 16, jnp.float32)
+    assert choose_attention("auto", cpu, odd, 16, jnp.float32) == "xla"
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert choose_attention("auto", gpu, odd, 16, jnp.bfloat16) == "xla"
+    assert choose_attention("auto", gpu, CONFIG, 16, jnp.bfloat16) == "triton"
 
 
 @pytest.mark.parametrize("max_running", [1, 3, 32, 256])

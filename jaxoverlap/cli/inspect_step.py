@@ -1,0 +1,71 @@
+"""`jaxoverlap inspect-step`: what XLA makes of a step, for a GPU that need not be there."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from jaxoverlap.cli.command import FAILED, OK, SOME_FAILED, say
+
+Gpu = Annotated[str, typer.Option("--gpu", metavar="h200|a100|l4", help="Which one.")]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        show_default=False,
+        help="Folder, .gguf file or hub id, or llama-3-8b for that shape. Default: SmolLM2-135M-Instruct.",
+    ),
+]
+Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows that decode.")]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=0, help="Prompt tokens beside them.")]
+Attention = Annotated[str, typer.Option("--attention", metavar="triton|xla", help="Who computes attention.")]
+NumPages = Annotated[int, typer.Option("--num-pages", min=1, help="KV pages.")]
+PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens in a KV page.")]
+
+
+def inspect_step(
+    model: Model = None,
+    gpu: Gpu = "h200",
+    rows: Rows = 64,
+    prompt_tokens: PromptTokens = 0,
+    attention: Attention = "triton",
+    num_pages: NumPages = 4096,
+    page_size: PageSize = 16,
+) -> int:
+    """Compile a step for a GPU that need not be there, and say what it is: kernels, copies, memory.
+
+    Ends with 1 where a decode step is more than one command buffer, copies, or has too many kernels. Needs the CUDA
+    plugin of the installed jax (jax-cuda13-plugin, jax-cuda13-pjrt), but no GPU.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    from jaxoverlap.model.loading import open_model
+    from jaxoverlap.runtime import inspect_step as inspection
+    from pallas_kernels.aot import TARGETS, CanNotCompile
+
+    for name, value, allowed in (("gpu", gpu, tuple(TARGETS)), ("attention", attention, ("triton", "xla"))):
+        if value not in allowed:
+            say(f"error: {name}: {value!r} is not allowed; use one of {', '.join(allowed)}")
+            return FAILED
+    if rows + prompt_tokens == 0:
+        say("error: rows and prompt_tokens are both 0: a step has at least one of them")
+        return FAILED
+    config = inspection.LLAMA_3_8B if model == "llama-3-8b" else open_model(model).config
+    try:
+        report = inspection.inspect_step(
+            config,
+            TARGETS[gpu],
+            attention=attention,
+            decode_rows=rows,
+            prompt_tokens=prompt_tokens,
+            num_pages=num_pages,
+            page_size=page_size,
+        )
+    except CanNotCompile as error:
+        say(f"error: {error}")
+        return FAILED
+    print(report)
+    for fault in report.faults if not prompt_tokens else []:
+        print(f"not as it should be: {fault}")
+    return SOME_FAILED if report.faults and not prompt_tokens else OK

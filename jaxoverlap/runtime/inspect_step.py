@@ -1,0 +1,154 @@
+"""What a step is on a GPU that is not there: its kernels, copies and memory, as XLA compiles it (`pallas_kernels.aot`).
+
+A decode step should be one command buffer (one CUDA graph: one launch for the driver), copy nothing, leave the pool
+where it is, and have few kernels per layer: at few rows a kernel takes about as long as its launch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxoverlap.model.config import ModelConfig
+from jaxoverlap.model.decoder import abstract_weights
+from jaxoverlap.model.rope import RopeConfig
+from jaxoverlap.runtime.buckets import StepShape
+from jaxoverlap.runtime.packing import packed_size
+from jaxoverlap.runtime.row_state import KVPages, RowState
+from jaxoverlap.runtime.step import DeviceStep
+from pallas_kernels.aot import Report, Target, compile_for, spec
+
+MAX_KERNELS = 9
+"""Of a layer that decodes: norm, QKV, rope and write, attention, O, norm, gate and up, their product, down."""
+_ATTENTION = ("decode_attention", "extend_attention")
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The first half of a step, compiled.
+
+    Attributes:
+      compiled: by XLA.
+      num_layers: of the model.
+      pool_bytes: of the KV pool, keys and values.
+    """
+
+    compiled: Report
+    num_layers: int
+    pool_bytes: int
+
+    @property
+    def kernels_per_layer(self) -> int | None:
+        """From one layer's attention to the next one's, at most; None where attention is no kernel of ours."""
+        names = [kernel.name for kernel in self.compiled.kernels]
+        found = [index for index, name in enumerate(names) if name.startswith(_ATTENTION)]
+        return max((after - before for before, after in pairwise(found)), default=None)
+
+    @property
+    def kernels_of_a_layer(self) -> list[str]:
+        """The names of them, in the middle of the model."""
+        names = [kernel.name for kernel in self.compiled.kernels]
+        found = [index for index, name in enumerate(names) if name.startswith(_ATTENTION)]
+        middle = len(found) // 2
+        return names[found[middle - 1] : found[middle]] if len(found) > 1 else []
+
+    @property
+    def pool_stays(self) -> bool:
+        return self.compiled.aliased_bytes >= self.pool_bytes
+
+    @property
+    def faults(self) -> list[str]:
+        """What a decode step should not be."""
+        compiled = self.compiled
+        outside = [thunk.name for thunk in compiled.kernels if thunk.depth == 0]
+        found = {
+            f"{len(compiled.command_buffers)} command buffers, not one": len(compiled.command_buffers) != 1,
+            f"{len(outside)} kernels outside of command buffers": bool(outside),
+            f"{len(compiled.copies)} copies": bool(compiled.copies),
+            "the KV pool is copied": not self.pool_stays,
+            "temporaries of 5 % of the KV pool and more": 20 * compiled.temporary_bytes >= self.pool_bytes,
+            f"{self.kernels_per_layer} kernels per layer, more than {MAX_KERNELS}": (self.kernels_per_layer or 0)
+            > MAX_KERNELS,
+        }
+        return [fault for fault, is_so in found.items() if is_so]
+
+    def __str__(self) -> str:
+        compiled = self.compiled
+        kinds = Counter(thunk.kind for thunk in compiled.thunks if not thunk.is_kernel)
+        others = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())) or "none"
+        per_layer = self.kernels_per_layer
+        lines = [
+            f"{compiled.target.name}, {self.num_layers} layers",
+            f"kernels            {len(compiled.kernels)}" + (f", {per_layer} per layer" if per_layer else ""),
+            f"command buffers    {len(compiled.command_buffers)}",
+            f"copies             {len(compiled.copies)}",
+            f"other thunks       {others}",
+            f"KV pool            {self.pool_bytes / 1e9:.2f} GB, {'in place' if self.pool_stays else 'COPIED'}",
+            f"temporaries        {compiled.temporary_bytes / 1e6:.1f} MB, "
+            f"{100 * compiled.temporary_bytes / self.pool_bytes:.1f} % of the pool",
+        ]
+        if per_layer:
+            lines.append("a layer            " + ", ".join(self.kernels_of_a_layer))
+        return "\n".join(lines)
+
+
+def inspect_step(
+    config: ModelConfig,
+    target: Target,
+    *,
+    attention: str = "triton",
+    dtype: Any = jnp.bfloat16,
+    decode_rows: int = 64,
+    prompt_tokens: int = 0,
+    num_pages: int = 4096,
+    page_size: int = 16,
+    max_model_len: int = 2048,
+    max_running: int = 256,
+) -> StepReport:
+    """Compiles the step of so many decoding rows and prompt tokens; weights and pool need not exist.
+
+    Raises:
+      pallas_kernels.aot.CanNotCompile: the machine lacks XLA's compiler for NVIDIA GPUs.
+    """
+    pages_per_row = -(-max_model_len // page_size)
+    prompts = min(prompt_tokens, 16)
+    shape = StepShape(prompt_tokens, prompts, decode_rows, prompts + decode_rows)
+    step = DeviceStep(
+        config=config,
+        dtype=jnp.dtype(dtype),
+        num_rows=max_running,
+        pages_per_row=pages_per_row,
+        num_pages=num_pages,
+        page_size=page_size,
+        max_prompt_tokens=prompt_tokens,
+        attention=attention,
+    )
+    pool: Any = spec((config.num_layers * num_pages, page_size, config.num_kv_heads, config.head_dim), dtype)
+    state = jax.eval_shape(partial(RowState.blank, max_running, pages_per_row, num_pages))
+    packed = spec((packed_size(shape, pages_per_row),), jnp.int32)
+    arguments = (abstract_weights(config, jnp.dtype(dtype)), KVPages(pool, pool), state, packed)
+    options = step.compiler_options
+    compiled = compile_for(target, partial(step, shape), *arguments, donate=(1, 2), options=options, ptxas=False)
+    return StepReport(compiled, config.num_layers, 2 * pool.size * pool.dtype.itemsize)
+
+
+LLAMA_3_8B = ModelConfig(
+    family="llama",
+    vocab_size=128_256,
+    hidden_size=4096,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    intermediate_size=14_336,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=500_000.0),
+    tie_word_embeddings=False,
+    max_position_embeddings=8192,
+)

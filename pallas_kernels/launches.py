@@ -1,0 +1,102 @@
+"""Every kernel with every shape that it has to take, as something to compile: `python -m pallas_kernels.launches`."""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from pallas_kernels.aot import TARGETS, compile_for, spec
+from pallas_kernels.shapes import HEADS, Heads
+
+ROWS, LONG_ROWS, TOKENS, PAGES, COLUMNS = 64, 4, 512, 4096, 128
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call of one kernel.
+
+    Attributes:
+      kernel: its name; case: what it is called with, in words.
+      function, specs, donate: as for `compile_for`.
+    """
+
+    kernel: str
+    case: str
+    function: Callable[..., Any]
+    specs: tuple[Any, ...]
+    donate: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.case}"
+
+
+def launches(heads: Heads, dtype: Any, page_size: int) -> Iterator[Launch]:
+    """All kernels for a model's heads. Decode twice: rows enough for a GPU, and few that must be split."""
+    h, k, d = heads.heads, heads.kv_heads, heads.dim
+    dtype, case = jnp.dtype(dtype), f"{heads.name} {jnp.dtype(dtype)} page {page_size}"
+    pool = spec((2 * PAGES, page_size, k, d), dtype)
+    options: dict[str, Any] = {"page_offset": PAGES, "scale": d**-0.5, "implementation": "triton"}
+
+    def ints(*shape: int) -> Any:
+        return spec(shape, jnp.int32)
+
+    def decode(*arrays: Any) -> Any:
+        return pk.decode_attention(*arrays, **options)
+
+    def extend(*arrays: Any) -> Any:
+        return pk.extend_attention(*arrays, **options)
+
+    def write(*arrays: Any) -> Any:
+        return pk.write_kv(*arrays, implementation="triton")
+
+    def rope(*arrays: Any) -> Any:
+        return pk.rope_and_write_kv(*arrays, norm_eps=1e-6, implementation="triton")
+
+    arrays: tuple[Any, ...]
+    for rows, columns in ((ROWS, COLUMNS), (LONG_ROWS, 4 * COLUMNS)):
+        arrays = (spec((rows, h, d), dtype), pool, pool, ints(rows, columns), ints(rows), ints(rows, k))
+        yield Launch("decode_attention", f"{case}, {rows} rows", decode, arrays, (5,))
+    tables = (ints(8, COLUMNS), ints(9), ints(8))
+    yield Launch("extend_attention", case, extend, (spec((TOKENS, h, d), dtype), pool, pool, *tables))
+    line = spec((ROWS, k, d), dtype)
+    yield Launch("write_kv", case, write, (pool, pool, line, line, ints(ROWS)), (0, 1))
+    phases = spec((ROWS, d // 2), jnp.float32)
+    arrays = (spec((ROWS, (h + 2 * k) * d), dtype), pool, pool, phases, phases, ints(ROWS), spec((2, d), jnp.float32))
+    yield Launch("rope_and_write_kv", case, rope, arrays, (1, 2))
+
+
+def all_launches() -> Iterator[Launch]:
+    """Group sizes, head dims, dtypes and page sizes, each at least once; not their product."""
+    for heads in HEADS:
+        yield from launches(heads, jnp.bfloat16, 16)
+    for heads, dtype, page_size in (
+        (HEADS[0], jnp.float32, 16),
+        (HEADS[2], jnp.float32, 16),
+        (HEADS[2], jnp.bfloat16, 64),
+        (HEADS[4], jnp.float16, 8),
+        (Heads("g8-wide", 16, 2, 256), jnp.bfloat16, 16),
+    ):
+        yield from launches(heads, dtype, page_size)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compiles every kernel for GPUs that need not be there.")
+    parser.add_argument("targets", nargs="*", default=["h200"], help=f"of {', '.join(TARGETS)}; h200 if left out")
+    failed = 0
+    print(f"{'GPU':5} {'kernel':60} {'registers':>9} {'spilled':>8} {'shared memory':>14}")
+    for target in parser.parse_args().targets:
+        for launch in all_launches():
+            report = compile_for(TARGETS[target], launch.function, *launch.specs, donate=launch.donate)
+            used = report.resources[launch.kernel]
+            shared = max(thunk.shared_memory for thunk in report.kernels if thunk.name == launch.kernel)
+            failed += used.spilled > 0
+            print(f"{target:5} {launch!s:60} {used.registers:9} {used.spilled:8} {shared:14}", flush=True)
+    if failed:
+        raise SystemExit(f"{failed} kernels spill registers")
+
+
+if __name__ == "__main__":
+    main()

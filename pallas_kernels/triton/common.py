@@ -1,0 +1,138 @@
+"""What the Triton kernels share: tiles, masked loads of KV pages, and the softmax in base 2.
+
+Triton's registers hold powers of two, memory does not: head dims and groups are stored as they
+are, and lanes beyond them are masked when they are loaded and stored.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+with warnings.catch_warnings():
+    # Deprecated from jax 0.11 on without a date of removal; the one way to GPUs older than Hopper.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from jax.experimental.pallas import triton as plt
+
+LOG2_E = math.log2(math.e)
+FLOOR = -1e30  # finite, because the difference of two infinities is NaN
+TILE_BYTES = 16 * 1024  # of a block of keys; with that many for values, two stages fit every GPU's shared memory
+
+Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Maximum [M] and sum [M] of the weights, accumulator [M, Dp]; all float32."""
+
+
+def power_of_two(n: int) -> int:
+    """The smallest that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def block_size(head_dim: int, dtype: Any) -> int:
+    """Positions in a block of keys: 64, fewer where the head dim or the dtype is wide."""
+    return max(16, min(64, TILE_BYTES // (power_of_two(head_dim) * jnp.dtype(dtype).itemsize)))
+
+
+def cdiv(a: jax.Array, b: jax.Array | int) -> jax.Array:
+    """Ceiling of a / b for a >= 0, b > 0. `//` would spend instructions on negative numbers."""
+    return div(a + (b - 1), b)
+
+
+def div(a: jax.Array, b: jax.Array | int) -> jax.Array:
+    return lax.div(a, jnp.full_like(a, b) if isinstance(b, int) else b)
+
+
+def rem(a: jax.Array, b: int) -> jax.Array:
+    return lax.rem(a, jnp.full_like(a, b))
+
+
+def call(kernel: Any, *, name: str, num_warps: int, num_stages: int, interpret: bool, **options: Any) -> Any:
+    """`pallas_call` on whole arrays. Without compiler_params the back end would depend on jax's version."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        params = plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+    return pl.pallas_call(kernel, name=name, compiler_params=params, interpret=interpret, **options)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a query and a key make a weight: 2 ** (softcap(scale * q.k) * log2(e))."""
+
+    scale: float
+    softcap: float | None
+
+    def __call__(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """q [M, Dp], k [X, Dp] -> float32 [M, X], to be taken as exponents of 2."""
+        products = dot(q, k, 1)
+        if self.softcap is None:
+            return products * (self.scale * LOG2_E)
+        return jnp.tanh(products * (self.scale / self.softcap)) * (self.softcap * LOG2_E)
+
+
+def dot(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
+    """The product of a's last axis with one of b, in float32; TF32 is no float32."""
+    dims = (((1,), (axis,)), ((), ()))
+    return lax.dot_general(a, b, dims, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def no_weight(queries: int, lanes: int) -> Softmax:
+    """The softmax over nothing."""
+    zeros = jnp.zeros((queries,), jnp.float32)
+    return zeros + FLOOR, zeros, jnp.zeros((queries, lanes), jnp.float32)
+
+
+def attend(state: Softmax, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array | None, scores: Scores) -> Softmax:
+    """Adds a block of keys and values; `seen` broadcasts to [M, X]. k and v are zeros where nobody sees them."""
+    top, total, acc = state
+    logits = scores(q, k)
+    if seen is not None:
+        logits = jnp.where(seen, logits, FLOOR)
+    new = jnp.maximum(top, logits.max(axis=1))
+    weights = jnp.exp2(logits - new[:, None])
+    shrink = jnp.exp2(top - new)
+    return new, total * shrink + weights.sum(axis=1), acc * shrink[:, None] + dot(weights.astype(v.dtype), v, 0)
+
+
+@dataclass(frozen=True)
+class Context:
+    """The keys and values of one row and one KV head, by position.
+
+    Attributes:
+      k_ref, v_ref: [N, S, K, D]; table_ref: int32 [rows, C].
+      row, head: int32 scalars.
+      page_offset: added to page ids.
+      block: positions in a block; blocks begin at its multiples.
+    """
+
+    k_ref: Any
+    v_ref: Any
+    table_ref: Any
+    row: jax.Array
+    head: jax.Array
+    page_offset: int
+    block: int
+
+    def load(
+        self, index: jax.Array, lowest: jax.Array | None = None, end: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Block `index`: positions [X], k [X, Dp], v [X, Dp]. What is outside [lowest, end) is not read, but zeros."""
+        _, size, _, dim = self.k_ref.shape
+        positions = index * self.block + lax.iota(jnp.int32, self.block)
+        inside = None if lowest is None or end is None else (positions >= lowest) & (positions < end)
+        if size % self.block == 0:  # one page holds the block
+            page = self.table_ref[self.row, div(index * self.block, size)]
+            pages = jnp.full((self.block,), page, jnp.int32)
+        elif inside is None:
+            pages = plt.load(self.table_ref.at[self.row, div(positions, size)])
+        else:
+            pages = plt.load(self.table_ref.at[self.row, div(positions, size)], mask=inside, other=0)
+        lanes = lax.iota(jnp.int32, power_of_two(dim))
+        where = (pages[:, None] + self.page_offset, rem(positions, size)[:, None], self.head, lanes[None, :])
+        mask = (lanes < dim)[None, :] if inside is None else inside[:, None] & (lanes < dim)[None, :]
+        k = plt.load(self.k_ref.at[where], mask=mask, other=0.0)
+        v = plt.load(self.v_ref.at[where], mask=mask, other=0.0)
+        return positions, k, v

@@ -1,0 +1,209 @@
+"""decode_attention: one query per row, its context split among programs (split-K).
+
+    grid (B, K, splits)      a program: the G queries of a KV head, some blocks of their context
+
+A row's blocks are divided evenly among as many programs as pay off; the others return at once. One program
+stores its result directly. Several store theirs with the logarithm of its sum of weights (LSE), and the one that
+arrives last, by an atomic counter, adds them up in the order of the context: so there is no second kernel, and the
+result does not depend on who was last. It leaves the counter at 0 for the next layer.
+
+Sources: split-K with an LSE combine, Flash-Decoding (Dao et al. 2023); the last-arriving program that finishes
+the sum, the threadFenceReduction sample of CUDA and stream-K (Osama et al. 2023, arXiv:2301.03598).
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton.common import (
+    FLOOR,
+    LOG2_E,
+    Context,
+    Scores,
+    Softmax,
+    attend,
+    block_size,
+    call,
+    cdiv,
+    div,
+    no_weight,
+    plt,
+    power_of_two,
+)
+
+PROGRAMS = 4 * 132  # four for each multiprocessor of an H200
+SPLIT_POSITIONS = 256  # fewer are not worth a program of their own
+MAX_SPLITS = 64
+COMBINED_TOGETHER = 8192  # numbers that the last program adds up at once
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Everything about a launch that is known before it is compiled."""
+
+    group: int
+    dim: int
+    block: int
+    splits: int
+    page_offset: int
+    window: int | None
+    scores: Scores
+    interpret: bool
+
+    @property
+    def lanes(self) -> int:
+        return power_of_two(self.dim)
+
+
+def num_splits(rows: int, kv_heads: int, capacity: int, window: int | None) -> int:
+    """Programs for the longest context there can be: enough to fill a GPU, none with too little to do."""
+    longest = capacity if window is None else min(capacity, window)
+    return max(1, min(-(-PROGRAMS // (rows * kv_heads)), -(-longest // SPLIT_POSITIONS), MAX_SPLITS))
+
+
+def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) -> None:
+    row, head, split = (pl.program_id(axis) for axis in range(3))
+    length = lens_ref[row]
+    lowest = jnp.maximum(length - (length if tiles.window is None else tiles.window), 0)
+    first = div(lowest, tiles.block)
+    blocks = cdiv(length, tiles.block) - first
+    least = max(1, SPLIT_POSITIONS // tiles.block) if tiles.splits > 1 else 1
+    per_split = jnp.maximum(cdiv(blocks, tiles.splits), least)
+    active = cdiv(blocks, per_split)  # 0 for a row of length 0
+
+    group = lax.iota(jnp.int32, max(16, power_of_two(tiles.group)))
+    lanes = lax.iota(jnp.int32, tiles.lanes)
+    heads = head * tiles.group + group
+    real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
+    q = plt.load(q_ref.at[row, heads[:, None], lanes[None, :]], mask=real, other=0.0).astype(k_ref.dtype)
+    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block)
+
+    def step(index: jax.Array, state: Softmax) -> Softmax:
+        positions, k, v = context.load(index, lowest, length)
+        seen = (positions >= lowest) & (positions < length)
+        return attend(state, q, k, v, seen[None, :], tiles.scores)
+
+    begin = first + split * per_split
+    end = jnp.minimum(begin + per_split, first + blocks)
+    state = lax.fori_loop(begin, end, step, no_weight(len(group), len(lanes)))
+
+    out_ref = refs[0] if tiles.splits == 1 else refs[1]
+
+    @pl.when((active <= 1) & (split == 0))
+    def _() -> None:
+        _, total, acc = state
+        result = acc / jnp.where(total > 0, total, 1.0)[:, None]
+        plt.store(out_ref.at[row, heads[:, None], lanes[None, :]], result.astype(out_ref.dtype), mask=real)
+
+    if tiles.splits > 1:
+
+        @pl.when((active > 1) & (split < active))
+        def _() -> None:
+            _combine(state, row, head, split, active, *refs[1:], tiles=tiles)
+
+
+def _combine(
+    state: Softmax,
+    row: jax.Array,
+    head: jax.Array,
+    split: jax.Array,
+    active: jax.Array,
+    out_ref: Any,
+    partial_ref: Any,
+    lse_ref: Any,
+    arrivals_ref: Any,
+    *,
+    tiles: Tiles,
+) -> None:
+    """Stores a split's part; the last to arrive adds all of them up."""
+    top, total, acc = state
+    group = lax.iota(jnp.int32, len(top))
+    lanes = lax.iota(jnp.int32, tiles.lanes)
+    real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
+    where = (row, head, split, group[:, None], lanes[None, :])
+    plt.store(partial_ref.at[where], acc / total[:, None], mask=real)
+    plt.store(lse_ref.at[row, head, split, group], top + jnp.log(total) * LOG2_E, mask=group < tiles.group)
+    if not tiles.interpret:
+        plt.debug_barrier()  # all threads have stored before one of them, which releases to the GPU, says so
+    arrived = plt.atomic_add(arrivals_ref, (row, head), jnp.int32(1))
+
+    @pl.when(arrived == active - 1)
+    def _() -> None:
+        arrivals_ref[row, head] = jnp.int32(0)
+        group = lax.iota(jnp.int32, power_of_two(tiles.group))
+        splits = lax.iota(jnp.int32, power_of_two(tiles.splits))
+
+        def lses(splits: jax.Array) -> jax.Array:
+            mask = (splits < active)[:, None] & (group < tiles.group)[None, :]
+            return plt.load(lse_ref.at[row, head, splits[:, None], group[None, :]], mask=mask, other=FLOOR)
+
+        top = lses(splits).max(axis=0)
+        width = max(1, min(COMBINED_TOGETHER // (len(group) * len(lanes)), len(splits)))
+
+        def add(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            some = index * width + lax.iota(jnp.int32, width)
+            weights = jnp.exp2(lses(some) - top[None, :])
+            mask = (some < active)[:, None, None] & (group < tiles.group)[None, :, None]
+            mask &= (lanes < tiles.dim)[None, None, :]
+            where = (row, head, some[:, None, None], group[None, :, None], lanes[None, None, :])
+            part = plt.load(partial_ref.at[where], mask=mask, other=0.0)
+            return sums[0] + weights.sum(axis=0), sums[1] + (weights[:, :, None] * part).sum(axis=0)
+
+        zeros = jnp.zeros((len(group),), jnp.float32), jnp.zeros((len(group), len(lanes)), jnp.float32)
+        total, acc = lax.fori_loop(0, cdiv(active, width), add, zeros)
+        heads = head * tiles.group + group
+        real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
+        result = (acc / total[:, None]).astype(out_ref.dtype)
+        plt.store(out_ref.at[row, heads[:, None], lanes[None, :]], result, mask=real)
+
+
+def decode_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    page_table: jax.Array,
+    seq_lens: jax.Array,
+    arrivals: jax.Array,
+    *,
+    page_offset: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.decode_attention`; arrivals is int32 [B, K] zeros, and comes back as zeros."""
+    rows, heads, dim = q.shape
+    _, size, kv_heads, _ = k_pages.shape
+    group = heads // kv_heads
+    splits = num_splits(rows, kv_heads, page_table.shape[1] * size, window)
+    block = block_size(dim, k_pages.dtype)
+    tiles = Tiles(group, dim, block, splits, page_offset, window, Scores(scale, softcap), interpret)
+    options: dict[str, Any] = {
+        "name": "decode_attention",
+        "grid": (rows, kv_heads, splits),
+        # Float32 products and masked lanes take registers; 4 warps would spill there.
+        "num_warps": 4 if k_pages.dtype.itemsize == 2 and dim == tiles.lanes else 8,
+        "num_stages": 5,  # what the page table leaves of them are two buffers
+        "interpret": interpret,
+    }
+    kernel = functools.partial(_kernel, tiles=tiles)
+    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    arguments = (q, k_pages, v_pages, page_table, seq_lens)
+    if splits == 1:
+        return call(kernel, out_shape=out, **options)(*arguments), arrivals
+    shapes = (
+        out,
+        jax.ShapeDtypeStruct((rows, kv_heads, splits, group, dim), jnp.float32),
+        jax.ShapeDtypeStruct((rows, kv_heads, splits, group), jnp.float32),
+        jax.ShapeDtypeStruct(arrivals.shape, jnp.int32),
+    )
+    aliases = {len(arguments): 3}
+    result, _, _, arrivals = call(kernel, out_shape=shapes, input_output_aliases=aliases, **options)(
+        *arguments, arrivals
+    )
+    return result, arrivals

@@ -1,0 +1,27 @@
+"""The whole engine on the kernels, interpreted: the tokens of a greedy request are those of plain XLA."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jaxoverlap.engine.engine import Engine
+from jaxoverlap.runtime.runner import DeviceRunner
+from tests.tiny import CONFIG, EOS_ID, drain, random_requests, scheduler_config, weights
+
+
+def outputs(attention: str, model, **changes) -> list[list[int]]:
+    config = scheduler_config(**changes)
+    runner = DeviceRunner(model, weights(), config, dtype=jnp.float32, attention=attention)
+    assert runner.step.interpret == (attention == "triton")
+    engine = Engine(config, runner, lookahead=1, eos_token_ids=(EOS_ID,))
+    requests = random_requests(engine, seed=3, count=3, max_tokens=5)
+    drain(engine)
+    return [list(request.output_ids) for request in requests]
+
+
+def test_kernels_give_the_tokens_of_plain_xla():
+    model = replace(CONFIG, windows=(24, None))
+    small = {"max_running": 2, "max_batched_tokens": 16}  # few shapes of steps: what is interpreted compiles slowly
+    assert outputs("triton", model, **small) == outputs("xla", model, **small)

@@ -1,0 +1,57 @@
+"""Every kernel × shape compiled for GPUs that are not there: no spills, and shared memory that they have."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from pallas_kernels.aot import TARGETS, CanNotCompile, compile_for, spec
+from pallas_kernels.launches import LONG_ROWS, all_launches
+
+pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for NVIDIA GPUs is not installed")
+
+LAUNCHES = list(all_launches())
+# What writes is small and alike on all of them.
+ON = [(target, launch) for target in TARGETS for launch in LAUNCHES if target == "h200" or "attention" in launch.kernel]
+
+
+@pytest.mark.parametrize(("target", "launch"), ON, ids=str)
+def test_a_kernel_fits_the_gpu_without_spilling(target, launch):
+    gpu = TARGETS[target]
+    report = compile_for(gpu, launch.function, *launch.specs, donate=launch.donate)
+    assert report.resources[launch.kernel].spilled == 0
+    shared = [thunk.shared_memory for thunk in report.kernels if thunk.name == launch.kernel]
+    assert len(shared) == 1
+    assert shared[0] <= gpu.shared_memory
+    assert not report.copies
+    pools = [launch.specs[index] for index in launch.donate]
+    assert report.aliased_bytes >= sum(pool.size * pool.dtype.itemsize for pool in pools)
+
+
+def test_pools_beyond_2_31_elements_are_addressed_in_64_bits():
+    launch = next(launch for launch in LAUNCHES if launch.kernel == "decode_attention")
+
+    def products(pages: int) -> int:
+        pool = spec((pages, *launch.specs[1].shape[1:]), launch.specs[1].dtype)
+        specs = (launch.specs[0], pool, pool, *launch.specs[3:])
+        ptx = compile_for(TARGETS["h200"], launch.function, *specs, donate=launch.donate).ptx
+        return len(re.findall(r"(?:mul|mad)\.(?:lo\.s64|lo\.u64|wide\.[su]32)", ptx))
+
+    page = 16 * 3 * 64
+    assert products(2**31 // page + 1) > products(2**31 // page - 1)
+
+
+def test_a_split_is_stored_before_it_is_announced_and_read_after():
+    """Stores of all threads, barrier, atomic that releases and acquires on the whole GPU, barrier, loads."""
+    launch = next(launch for launch in LAUNCHES if f"{LONG_ROWS} rows" in launch.case)
+    ptx = compile_for(TARGETS["h200"], launch.function, *launch.specs, donate=launch.donate).ptx
+    before, atomic, after = re.split(r"(atom\.global\S+)", ptx)
+    assert atomic == "atom.global.gpu.acq_rel.add.u32"
+    assert before.rindex("st.global") < before.rindex("bar.sync")
+    assert after.index("bar.sync") < after.index("ld.global")
+
+
+def test_where_there_is_no_compiler_it_says_so():
+    nowhere = replace(TARGETS["h200"], name='no text of a protocol buffer: "')
+    with pytest.raises(CanNotCompile, match="no compiler for NVIDIA GPUs"):
+        compile_for(nowhere, lambda: None)

@@ -1,0 +1,50 @@
+"""Whole steps compiled for an H200 that is not there: one command buffer, nothing copied, few kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from jaxoverlap.model.config import ModelConfig
+from jaxoverlap.model.rope import RopeConfig
+from jaxoverlap.runtime.inspect_step import LLAMA_3_8B, MAX_KERNELS, inspect_step
+from pallas_kernels.aot import TARGETS
+
+pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for NVIDIA GPUs is not installed")
+
+SMOLLM2_135M = ModelConfig("llama", 49_152, 576, 30, 9, 3, 64, 1536, 1e-5, RopeConfig(theta=1e5), True)
+MODELS = pytest.mark.parametrize("model", [SMOLLM2_135M, LLAMA_3_8B], ids=["smollm2-135m", "llama-3-8b"])
+
+
+@MODELS
+def test_a_decode_step_is_one_command_buffer_that_copies_nothing(model):
+    report = inspect_step(model, TARGETS["h200"], decode_rows=64)
+    assert not report.faults, str(report)
+    assert report.kernels_per_layer == MAX_KERNELS == 9
+    assert all(kernel.depth == 1 for kernel in report.compiled.kernels)
+
+
+@MODELS
+def test_a_prefill_step_leaves_the_pool_where_it_is(model):
+    report = inspect_step(model, TARGETS["h200"], decode_rows=0, prompt_tokens=512)
+    assert report.pool_stays
+    assert report.kernels_per_layer == MAX_KERNELS
+    assert 20 * report.compiled.temporary_bytes < report.pool_bytes
+
+
+@pytest.mark.parametrize("target", ["a100", "l4"])
+def test_older_gpus(target):
+    report = inspect_step(SMOLLM2_135M, TARGETS[target], decode_rows=8)
+    assert report.pool_stays and report.kernels_per_layer is not None
+
+
+def test_the_command_prints_the_count():
+    command = [sys.executable, "-m", "jaxoverlap.cli.main", "inspect-step", "--model", "llama-3-8b"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "9 per layer" in done.stdout and "command buffers    1" in done.stdout
