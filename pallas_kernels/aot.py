@@ -220,7 +220,7 @@ def _read_thunks(text: str) -> Iterator[Thunk]:
         found = re.match(r"(\s*)\d+: (k\w+)\s+(?:\[[^]]*\])?\s*([^\s:]*)", line)
         if found:
             shared = re.search(r"shared_memory: (\d+) bytes", line)
-            yield Thunk(found[2], found[3], len(found[1]) // 2, int(shared[1]) if shared else 0)
+            yield Thunk(found[2], found[3], len(found[1]) // 4, int(shared[1]) if shared else 0)
 
 
 def _ask_ptxas(path: Path, arch: str) -> Iterator[tuple[str, Resources]]:

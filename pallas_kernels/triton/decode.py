@@ -188,7 +188,8 @@ def decode_attention(
         "grid": (rows, kv_heads, splits),
         # Float32 products and masked lanes take registers; 4 warps would spill there.
         "num_warps": 4 if k_pages.dtype.itemsize == 2 and dim == tiles.lanes else 8,
-        "num_stages": 5,  # what the page table leaves of them are two buffers
+        # What the page table leaves of 5 stages are two buffers, of 3 one.
+        "num_stages": 5 if k_pages.dtype.itemsize == 2 else 3,
         "interpret": interpret,
     }
     kernel = functools.partial(_kernel, tiles=tiles)

@@ -118,6 +118,8 @@ def extend_attention(
     group = heads // kv_heads
     is_float32 = k_pages.dtype == jnp.float32
     queries, block = FLOAT32_TILE if is_float32 else (QUERIES, block_size(dim, k_pages.dtype))
+    if group >= 8 and dim > 64:
+        block = min(block, 32)  # an L4 spills beyond
     tiles = Tiles(queries, group, dim, block, page_offset, window, Scores(scale, softcap))
     cu_q_lens = jnp.append(cu_q_lens, jnp.int32(tokens))
     seq_lens = jnp.append(seq_lens, jnp.int32(0))
