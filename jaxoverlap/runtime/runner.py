@@ -29,7 +29,7 @@ from jaxoverlap.runtime.sample_step import ReadyToSample
 from jaxoverlap.runtime.step import DeviceStep
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import StepPlan, StepResult
-from pallas_kernels import AttentionShape, best_implementation, why_not
+from pallas_kernels import AttentionShape, Choice, best_implementation, trial, why_not
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,10 @@ Progress = Callable[[Iterable[Shape], int], Iterable[Shape]]
 
 
 def choose_attention(attention: str, device: jax.Device, config: ModelConfig, page_size: int, dtype: Any) -> str:
-    """The implementation in `pallas_kernels`, decided for "auto" and checked for the others; says in the log why.
+    """The implementation in `pallas_kernels`; says in the log why.
+
+    "auto" takes kernels that suit the device and the model once they have agreed with plain XLA there, tried on
+    small cases and takes seconds; else plain XLA. The others are taken at their word.
 
     Raises:
       UnsupportedError: it does not take this model's shape.
@@ -46,7 +49,11 @@ def choose_attention(attention: str, device: jax.Device, config: ModelConfig, pa
     shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype)
     if attention == "auto":
         choice = best_implementation(device, shape)
-        logger.info("attention: %s, because %s", choice.implementation, choice.reason)
+        wrong = None if choice.implementation == "xla" else trial.disagreement(choice.implementation, shape, device)
+        if wrong is not None:
+            choice = Choice("xla", f"{choice.implementation} was tried on this device: {wrong}")
+        level = logging.INFO if wrong is None else logging.WARNING
+        logger.log(level, "attention: %s, because %s", choice.implementation, choice.reason)
         return choice.implementation
     reason = why_not(attention, shape)
     if reason is not None:

@@ -17,6 +17,7 @@ from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.executables import SampleShape
 from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
 from jaxoverlap.runtime.runner import choose_attention
+from pallas_kernels import trial
 from tests.tiny import CONFIG, make_runner, scheduler_config
 
 GIB = 2**30
@@ -58,7 +59,8 @@ def test_kernels_that_are_not_built_are_refused_by_name():
         EngineConfig(attention="mosaic")
 
 
-def test_a_model_that_the_kernels_do_not_take_is_refused_at_start():
+def test_a_model_that_the_kernels_do_not_take_is_refused_at_start(monkeypatch):
+    monkeypatch.setattr(trial, "disagreement", lambda implementation, shape, device: None)
     odd = replace(CONFIG, head_dim=12)
     cpu = jax.devices("cpu")[0]
     with pytest.raises(UnsupportedError, match="attention: head dim: got 12, 'triton' takes multiples of 8 from 16"):
@@ -67,6 +69,14 @@ def test_a_model_that_the_kernels_do_not_take_is_refused_at_start():
     gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
     assert choose_attention("auto", gpu, odd, 16, jnp.bfloat16) == "xla"
     assert choose_attention("auto", gpu, CONFIG, 16, jnp.bfloat16) == "triton"
+
+
+def test_kernels_that_fail_their_trial_are_not_taken_and_it_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(trial, "disagreement", lambda implementation, shape, device: "decode attention differs by nan")
+    gpu = SimpleNamespace(platform="gpu", compute_capability="9.0")
+    assert choose_attention("auto", gpu, CONFIG, 16, jnp.bfloat16) == "xla"
+    assert "triton was tried on this device: decode attention differs by nan" in caplog.text
+    assert choose_attention("triton", gpu, CONFIG, 16, jnp.bfloat16) == "triton"  # who insists gets it
 
 
 @pytest.mark.parametrize("max_running", [1, 3, 32, 256])

@@ -1,0 +1,88 @@
+"""A trial of an implementation on the device that is to run it: small random cases, beside plain XLA.
+
+What a compiler makes of a kernel is one driver's and one GPU's; a trial takes seconds once, and a wrong kernel would
+speak nonsense for ever.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels as pk
+from pallas_kernels.choice import AttentionShape
+
+TOLERANCE = 0.02
+"""Of the largest number of a result: bfloat16 and TF32 differ by less, and a kernel that is wrong by more."""
+
+_PARTS = ("rotation", "the keys' write", "the values' write", "decode attention", "extend attention")
+"""What is compared; what is wrong first is told."""
+
+_LENGTHS = (1, 17, 700, 0, 1500)
+_CHUNKS = (1, 17, 130, 0, 65)
+_COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+def disagreement(
+    implementation: str, shape: AttentionShape, device: jax.Device | None = None, *, interpret: bool = False
+) -> str | None:
+    """What `implementation` gets wrong on `device` (None: the default one); None if nothing. Never raises.
+
+    Compares the write with rotation, decode and extend attention over pages in random order, with rows of one part and
+    of several, to `TOLERANCE`.
+    """
+    try:
+        with jax.default_device(device):
+            results = {
+                name: _results(shape, implementation=name, interpret=interpret and name == implementation)
+                for name in ("xla", implementation)
+            }
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    for what, expected, got in zip(_PARTS, results["xla"], results[implementation], strict=True):
+        off = np.abs(got - expected).max() / np.abs(expected).max()
+        if not off <= TOLERANCE:  # NaN is wrong too
+            return f"{what} differs by {off:.2g} of its largest number"
+    return None
+
+
+def _results(shape: AttentionShape, **options: Any) -> list[np.ndarray]:
+    """float32, as `_PARTS` has them."""
+    size, dtype = shape.page_size, shape.dtype
+    rng = np.random.default_rng(0)
+    counts = [-(-length // size) for length in _LENGTHS]
+    columns, pages = max(counts), sum(counts) + 3
+    order = iter(rng.permutation(pages).tolist())
+    table = np.full((len(_LENGTHS), columns), pages, np.int32)
+    for line, count in zip(table, counts, strict=True):
+        line[:count] = [next(order) for _ in range(count)]
+    lengths = np.array(_LENGTHS, np.int32)
+    tokens, width = sum(_CHUNKS), (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    row = np.repeat(np.arange(len(_CHUNKS)), _CHUNKS)
+    ends = np.cumsum(_CHUNKS)
+    position = lengths[row] - ends[row] + np.arange(tokens)
+    slots = (table[row, position // size] * size + position % size).astype(np.int32)
+
+    def normal(*dims: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(dims, np.float32)).astype(dtype)
+
+    pools = [normal(pages, size, shape.kv_heads, shape.head_dim) for _ in "kv"]
+    angles = position[:, None] / 10_000.0 ** (np.arange(shape.head_dim // 2) / (shape.head_dim // 2))
+    phases = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS if options["interpret"] else None)
+    def run(
+        qkv: jax.Array, queries: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        cos, sin, slots, table, lengths, cu_q_lens = arrays
+        q, k, v = pk.rope_and_write_kv(qkv, k, v, cos, sin, slots, **options)
+        attend: dict[str, Any] = {"page_offset": 0, "scale": shape.head_dim**-0.5, **options}
+        decoded = pk.decode_attention(queries, k, v, table, lengths, **attend)
+        return [q, k, v, decoded, pk.extend_attention(q, k, v, table, cu_q_lens, lengths, **attend)]
+
+    cu_q_lens = np.array([0, *ends], np.int32)
+    queries = normal(len(_LENGTHS), shape.heads, shape.head_dim)
+    results = run(normal(tokens, width), queries, *pools, *phases, slots, table, lengths, cu_q_lens)
+    return [np.asarray(array, np.float32) for array in results]
