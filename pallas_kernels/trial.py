@@ -73,9 +73,7 @@ def _results(shape: AttentionShape, **options: Any) -> list[np.ndarray]:
     phases = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS if options["interpret"] else None)
-    def run(
-        qkv: jax.Array, queries: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def run(qkv: jax.Array, queries: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
         cos, sin, slots, table, lengths, cu_q_lens = arrays
         q, k, v = pk.rope_and_write_kv(qkv, k, v, cos, sin, slots, **options)
         attend: dict[str, Any] = {"page_offset": 0, "scale": shape.head_dim**-0.5, **options}
