@@ -35,6 +35,7 @@ def test_a_prefill_step_leaves_the_pool_where_it_is(model):
     assert 20 * report.compiled.temporary_bytes < report.pool_bytes
 
 
+@pytest.mark.skipif(not os.environ.get("JAXOVERLAP_ALL_GPUS"), reason="JAXOVERLAP_ALL_GPUS is not set")
 @pytest.mark.parametrize("target", ["a100", "l4"])
 def test_older_gpus(target):
     report = inspect_step(SMOLLM2_135M, TARGETS[target], decode_rows=8)
