@@ -21,7 +21,7 @@ from tests.fakes import VOCAB_SIZE
 from tests.harness import Harness
 from tests.simulator import Script, fails, run, script_of, shrink, simulate, simulate_until
 
-STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "1000000"))
+STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "600000"))
 
 
 def test_random_traffic_equals_the_oracle_and_leaks_nothing():
