@@ -225,8 +225,10 @@ def _read_thunks(text: str) -> Iterator[Thunk]:
 
 def _ask_ptxas(path: Path, arch: str) -> Iterator[tuple[str, Resources]]:
     command = [_ptxas(), "-v", f"-arch={arch}", str(path), "-o", "/dev/null"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    for part in said.split("Compiling entry function")[1:]:
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{command[0]} refused {path.name} (exit code {run.returncode}): {run.stderr[:500]}")
+    for part in run.stderr.split("Compiling entry function")[1:]:
         name, registers = re.search(r"'(\S+)'", part), re.search(r"Used (\d+) registers", part)
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
         if name and registers:
@@ -234,8 +236,9 @@ def _ask_ptxas(path: Path, arch: str) -> Iterator[tuple[str, Resources]]:
 
 
 def _ptxas() -> str:
-    places = [shutil.which("ptxas"), "/usr/local/cuda/bin/ptxas"]
-    places += [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
+    """The one beside the CUDA plugin first: a toolkit of the machine may be too old for the PTX that XLA writes."""
+    places = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
+    places += [shutil.which("ptxas"), "/usr/local/cuda/bin/ptxas"]
     for place in places:
         if place and Path(place).is_file():
             return place
