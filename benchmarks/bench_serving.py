@@ -37,6 +37,19 @@ from benchmarks import load, report
 from jaxoverlap.client import AsyncClient
 
 _MIB = 1 << 20
+_SHARES = (50, 90, 99)
+PLOTS = {
+    "sweep": [
+        {"title": title, "table": "rows", "x": "rate", "lines": lines, "unit": unit, "log": True}
+        for title, lines, unit in (
+            ("First token", [f"TTFT p{share}" for share in _SHARES], "ms"),
+            ("Between two tokens", [f"ITL p{share}" for share in _SHARES], "ms"),
+            ("Answered, and answered in time", ["req/s", "goodput"], "requests a second"),
+            ("Throughput", ["tok/s"], "tokens a second"),
+        )
+    ]
+}
+"""By mode, what a report draws of its tables."""
 
 
 class Server:
@@ -300,6 +313,7 @@ def main() -> None:
         report.show("Latencies in ms against the rate of arrivals", results["rows"], f"goodput: {targets}")
     else:
         report.show("The price of serving", results["rows"], "bars: throughput ratio ≥ 0.95, host ratio ≤ 1.15")
+    results["plots"] = PLOTS.get(args.mode, [])
     report.write(args.json, f"serving {args.mode}", results)
 
 

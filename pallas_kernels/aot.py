@@ -237,7 +237,7 @@ def _ask_ptxas(path: Path, arch: str) -> Iterator[tuple[str, Resources]]:
 
 def _ptxas() -> str:
     """The one beside the CUDA plugin first: a toolkit of the machine may be too old for the PTX that XLA writes."""
-    places = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
+    places: list[str | None] = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
     places += [shutil.which("ptxas"), "/usr/local/cuda/bin/ptxas"]
     for place in places:
         if place and Path(place).is_file():

@@ -1,7 +1,7 @@
 """Results of benchmarks as tables: Markdown, HTML with bars, and ratios to earlier results.
 
-Results are by suite: `environment`, and any number of tables, each a list of rows (objects) under its name. Other
-values are settings.
+Results are by suite: `environment`, and any number of tables, each a list of rows (objects) under its name. `plots` are
+what `bench_plots` draws; other values are settings.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
+
+from jaxoverlap.cli import bench_plots
 
 Results = Mapping[str, Mapping[str, Any]]
 Rows = Sequence[Mapping[str, Any]]
@@ -20,13 +22,14 @@ table { border-collapse: collapse; margin: 8px 0 20px; }
 th, td { padding: 3px 10px; text-align: right; border-bottom: 1px solid color-mix(in srgb, CanvasText 20%, Canvas); }
 td.bar { background: linear-gradient(to right, color-mix(in srgb, #4c78a8 45%, Canvas) var(--share), transparent 0); }
 p { opacity: 0.7; }
+svg text { fill: CanvasText; }
 """
 
 
 def tables(result: Mapping[str, Any]) -> Iterator[tuple[str, Rows]]:
     """Those of a suite, by name."""
     for name, value in result.items():
-        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+        if name != "plots" and isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
             yield name, value
 
 
@@ -102,6 +105,11 @@ def to_html(results: Results) -> str:
                     "<tr>" + "".join(_html_cell(row.get(column), most[column]) for column in columns) + "</tr>"
                 )
             parts.append("</table>")
+        plots = result.get("plots", [])
+        if plots and not bench_plots.can_plot():
+            parts.append(f"<p>{escape(bench_plots.HOW_TO_GET)}</p>")
+        elif plots:
+            parts += [bench_plots.to_svg(plot, result) for plot in plots]
     return "\n".join([*parts, "</body></html>", ""])
 
 

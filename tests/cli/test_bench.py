@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jaxoverlap.cli import bench
+from jaxoverlap.cli import bench, bench_plots
 from jaxoverlap.cli.bench_report import compared, to_html, to_markdown
 from tests.cli.conftest import ROOT
 
@@ -48,6 +48,17 @@ def test_results_reports_and_a_comparison(cli, checkout):
     assert 'style="--share:25%">2<' in page and "host, new / old" in page
     assert cli("bench", "host", "--report", "new.md").exit_code == 0
     assert "### rows\n\n| rows | ms |\n| --- | --- |\n| 1 | 2 |" in (checkout / "new.md").read_text()
+
+
+def test_a_suite_may_ask_for_lines(monkeypatch):
+    plot = {"title": "<Times>", "table": "rows", "x": "rate", "lines": ["p50", "p99"], "unit": "ms", "log": True}
+    rows = [{"rate": 2.0, "p50": 1.0, "p99": None}, {"rate": 4.0, "p50": 3.0, "p99": 9.0}]
+    results = {"latency": {"environment": {}, "rows": rows, "plots": [plot]}}
+    page = to_html(results)
+    assert page.count("<svg") == 1 and "&lt;Times&gt;" in page and "<h3>plots</h3>" not in page
+    assert page == to_html(results)  # the same results, the same report
+    monkeypatch.setattr(bench_plots, "can_plot", lambda: False)
+    assert "pip install &#x27;jaxoverlap[plots]&#x27;" in to_html(results)
 
 
 def test_a_suite_that_fails_does_not_hold_up_the_report(cli, checkout):
