@@ -1,0 +1,47 @@
+"""Lines for a suite's tables, drawn by matplotlib (the extra `plots`).
+
+A suite names them itself, as `plots`: a list of {"title", "table", "x", "lines", "unit", "log"?}. `table` is the name of a
+list of rows, `x` and `lines` are columns of it, and `log` asks for a scale of powers of two for `x`.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+HOW_TO_GET = "plots need matplotlib: pip install 'jaxoverlap[plots]'"
+
+
+def can_plot() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def to_svg(plot: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """An SVG element for a page, in the page's own colour of text."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import ScalarFormatter
+
+    rows = result[plot["table"]]
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    for name in plot["lines"]:
+        points = [(row[plot["x"]], row[name]) for row in rows if row.get(name) is not None]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name)
+    if plot.get("log"):
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_ylim(bottom=0)
+    axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["unit"])
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    text = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": plot["title"]}):
+        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
+    drawn = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
+    return drawn.replace("#000000", "currentColor").replace("fill: #ffffff", "fill: none")
