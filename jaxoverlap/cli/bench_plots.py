@@ -1,7 +1,7 @@
 """Lines for a suite's tables, drawn by matplotlib (the extra `plots`).
 
-A suite names them itself, as `plots`: a list of {"title", "table", "x", "lines", "unit", "log"?}. `table` is the name of
-a list of rows, `x` and `lines` are columns of it, and `log` asks for a scale of powers of two for `x`.
+A suite names them itself, as `plots`: a list of {"title", "table", "x", "lines", "unit", "log"?}. `table` names a
+list of rows, `x` and `lines` are columns of it, and `log` asks for a scale of powers of two for `x`.
 """
 
 from __future__ import annotations
