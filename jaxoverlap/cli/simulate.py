@@ -6,8 +6,8 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -17,7 +17,7 @@ from jaxoverlap.cli import command
 from jaxoverlap.config import EngineConfig
 
 if TYPE_CHECKING:
-    from jaxoverlap.engine.simulation import Arrival, Prediction
+    from jaxoverlap.engine.simulation import Arrival, Prediction, Speeds
 
 
 def simulate(
@@ -26,36 +26,57 @@ def simulate(
     rate: Annotated[float, typer.Option(help="Requests a second, Poisson; inf: all at once.")] = math.inf,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
-    device_ms: Annotated[float, typer.Option(help="Device time of a step, whatever is in it.")] = 5.0,
-    device_us_per_row: Annotated[float, typer.Option(help="For each decoding row.")] = 10.0,
-    device_us_per_prompt_token: Annotated[float, typer.Option(help="For each prompt token.")] = 20.0,
-    device_ns_per_kv_token: Annotated[float, typer.Option(help="For each KV position that a row reads.")] = 0.0,
-    host_ms: Annotated[float, typer.Option(help="Host time of a step, whatever is in it.")] = 0.1,
-    host_us_per_row: Annotated[float, typer.Option(help="For each row.")] = 1.0,
+    device_ms: Annotated[
+        float | None, typer.Option(help="Device time of a step, whatever is in it.", show_default="5")
+    ] = None,
+    device_us_per_row: Annotated[float | None, typer.Option(help="For each decoding row.", show_default="10")] = None,
+    device_us_per_prompt_token: Annotated[
+        float | None, typer.Option(help="For each prompt token.", show_default="20")
+    ] = None,
+    device_ns_per_kv_token: Annotated[
+        float | None, typer.Option(help="For each KV position that a row reads.", show_default="0")
+    ] = None,
+    host_ms: Annotated[
+        float | None, typer.Option(help="Host time of a step, whatever is in it.", show_default="0.1")
+    ] = None,
+    host_us_per_row: Annotated[float | None, typer.Option(help="For each row.", show_default="1")] = None,
     lookaheads: Annotated[
         list[int] | None, typer.Option("--lookahead", help="Of overlap. Default: 1, 2 and 4.")
     ] = None,
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TRACE",
+            show_default=False,
+            help="A file that --trace has written: speeds that are not given are fitted to it.",
+        ),
+    ] = None,
+    platform: Annotated[
+        Literal["gpu", "cpu"], typer.Option(help="Whose defaults the engine has, such as tokens of a step.")
+    ] = "gpu",
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="As a list of objects.")] = False,
 ) -> int:
     """Predict throughput and latencies of the three schedules, with the real scheduler in virtual time.
 
-    A step takes --device-ms and what its rows, prompt tokens and KV positions add; the host likewise. Measure them with
-    --trace, jaxoverlap bench overlap or jaxoverlap top. The queue, the pages and the order are the real engine's; a
-    network, detokenizing and noise are not in it.
+    A step takes --device-ms and what its rows, prompt tokens and KV positions add; the host likewise. --measured takes
+    them from a trace. The queue, the pages and the order are the real engine's; a network and noise are not in it.
     """
-    from jaxoverlap.engine.simulation import Arrival, Speeds
+    from jaxoverlap.engine.simulation import Arrival
     from jaxoverlap.engine.simulation import simulate as run
 
     if not rate > 0:
         raise command.CommandError("--rate: use requests a second, above 0")
-    speeds = Speeds(
-        step=device_ms / 1e3,
-        row=device_us_per_row / 1e6,
-        prompt_token=device_us_per_prompt_token / 1e6,
-        kv_token=device_ns_per_kv_token / 1e9,
-        host_step=host_ms / 1e3,
-        host_row=host_us_per_row / 1e6,
+    given = {
+        "step": (device_ms, 1e3),
+        "row": (device_us_per_row, 1e6),
+        "prompt_token": (device_us_per_prompt_token, 1e6),
+        "kv_token": (device_ns_per_kv_token, 1e9),
+        "host_step": (host_ms, 1e3),
+        "host_row": (host_us_per_row, 1e6),
+    }
+    speeds = replace(
+        _speeds(measured), **{name: value / unit for name, (value, unit) in given.items() if value is not None}
     )
     if min(asdict(speeds).values()) < 0:
         raise command.CommandError("times can't be below 0")
@@ -64,12 +85,36 @@ def simulate(
     schedules: list[tuple[str, int]] = [("serial", 0), ("timeslice", 0)]
     for schedule, lookahead in schedules + [("overlap", depth) for depth in lookaheads or [1, 2, 4]]:
         config = EngineConfig(schedule=schedule, lookahead=lookahead, max_running=rows)  # type: ignore[arg-type]
-        found.append({"schedule": schedule, "lookahead": lookahead, **_described(run(config, speeds, arrivals))})
+        found.append(
+            {"schedule": schedule, "lookahead": lookahead, **_described(run(config, speeds, arrivals, platform))}
+        )
     if as_json:
         print(json.dumps(found))
     else:
         _show(found, arrivals)
     return command.OK
+
+
+def _speeds(path: str | None) -> Speeds:
+    from jaxoverlap.engine.measured_speeds import speeds_of
+    from jaxoverlap.engine.simulation import Speeds
+    from jaxoverlap.observe import trace_file
+
+    if path is None:
+        return Speeds(step=5e-3, row=10e-6, prompt_token=20e-6, host_step=1e-4, host_row=1e-6)
+    try:
+        speeds = speeds_of(trace_file.read(path))
+    except OSError as error:
+        raise command.CommandError(f"{path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise command.CommandError(f"--measured {path}: {error}") from error
+    command.say(
+        f"measured: --device-ms {1e3 * speeds.step:.4g} --device-us-per-row {1e6 * speeds.row:.4g}"
+        f" --device-us-per-prompt-token {1e6 * speeds.prompt_token:.4g}"
+        f" --device-ns-per-kv-token {1e9 * speeds.kv_token:.4g}"
+        f" --host-ms {1e3 * speeds.host_step:.4g} --host-us-per-row {1e6 * speeds.host_row:.4g}"
+    )
+    return speeds
 
 
 def _moments(count: int, rate: float, seed: int) -> Iterator[float]:

@@ -140,15 +140,18 @@ class VirtualDevice:
         return _Step(self, self._free_at, StepResult(result))
 
 
-def simulate(config: EngineConfig, speeds: Speeds, arrivals: Sequence[Arrival]) -> Prediction:
+def simulate(config: EngineConfig, speeds: Speeds, arrivals: Sequence[Arrival], platform: str = "gpu") -> Prediction:
     """Serves the arrivals, which are in the order of their times.
+
+    Args:
+      platform: "gpu" or "cpu", whose defaults settings get.
 
     Raises:
       ConfigError, InvalidRequestError: settings or lengths that can't be.
     """
     longest = max(arrival.prompt_len + arrival.output_len for arrival in arrivals)
     resolved = config.resolve(
-        platform="gpu", vocab_size=_VOCAB_SIZE, model_len=longest, page_bytes=1, kv_memory_bytes=1 << 40
+        platform=platform, vocab_size=_VOCAB_SIZE, model_len=longest, page_bytes=1, kv_memory_bytes=1 << 40
     )
     device = VirtualDevice(resolved.scheduler, speeds)
     engine = Engine(resolved.scheduler, device, lookahead=resolved.lookahead, clock=lambda: device.now)

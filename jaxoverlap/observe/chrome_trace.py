@@ -116,7 +116,7 @@ def to_chrome(timeline: Timeline, about: dict[str, Any] | None = None) -> dict[s
     for step, interval in busy:
         event = micros.span(ENGINE, DEVICE, "device", interval)
         event["name"] = f"{step.kind} {step.step_id}"
-        event["args"] = {"turn": step.turn, **brief(step.to_dict())}
+        event["args"] = {"turn": step.turn, **_work(step), **brief(step.to_dict())}
         events.append(event)
     events += (micros.span(ENGINE, EXPOSED, "exposed", lap) for lap in exposed)
     for step in steps:
@@ -149,6 +149,16 @@ class _Micros:
             "ts": start,
             "dur": duration,
         }
+
+
+def _work(step: StepRecord) -> dict[str, int]:
+    """What a step's time depends on."""
+    decode_rows = len(step.rows) - len(step.chunks)
+    return {
+        "decode_rows": decode_rows,
+        "prompt_tokens": step.num_tokens - decode_rows,
+        "kv_tokens": int(step.planned_len.sum()),
+    }
 
 
 def _names() -> Iterator[dict[str, Any]]:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 
+from tests.engine.test_measured_speeds import trace
+
 
 def test_the_three_schedules_are_compared(cli):
     args = ["simulate", "--rows", 4, "--requests", 8, "--output-len", 16, "--host-ms", 5]
@@ -14,3 +16,13 @@ def test_the_three_schedules_are_compared(cli):
 
 def test_times_and_rates_that_can_not_be(cli):
     assert cli("simulate", "--rate", 0).exit_code == cli("simulate", "--device-ms", -1).exit_code == 2
+
+
+def test_speeds_are_taken_from_a_trace(cli, tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(trace(50)))
+    result = cli("simulate", "--requests", 4, "--measured", path, "--host-ms", 0)
+    assert result.exit_code == 0 and "measured: --device-ms 4 --device-us-per-row 200 " in result.stderr
+    path.write_text("{}")
+    assert "no traceEvents" in cli("simulate", "--measured", path).stderr
+    assert "No such file" in cli("simulate", "--measured", tmp_path / "none").stderr
