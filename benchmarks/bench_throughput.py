@@ -1,4 +1,5 @@
-"""Decode throughput of the embedded model beside transformers' `generate`, in one run on the same prompts.
+"""Decode throughput of the embedded model beside transformers, in one run on the same prompts: `generate`, and its
+continuous batching (`generate_batch`, paged attention over a KV cache as ours).
 
 Greedy, float32, prompt 64 tokens, 128 new tokens, batch 1, 8, 32; engines alternate within each repeat, and the
 median of the repeats is compared. Needs torch (`pip install .[test]`).
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 from benchmarks import report
 
@@ -61,13 +63,32 @@ class Transformers:
         return output[:, PROMPT_LEN:].tolist()
 
 
+class ContinuousBatching(Transformers):
+    name = "continuous batching"
+
+    def __init__(self, batches: list[int], new_tokens: int) -> None:
+        from transformers import GenerationConfig
+
+        super().__init__(batches, new_tokens)
+        # It has no minimum: an end of sequence that is no token makes its answers as long as the others'.
+        self.config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def generate(self, batch: int) -> list[list[int]]:
+        answers = self.model.generate_batch(prompts(batch), generation_config=self.config)
+        return [answer.generated_tokens for answer in answers.values()]
+
+
+PEERS = {engine.name: engine for engine in (Transformers, ContinuousBatching)}
+
+
 def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     options.add_argument("--new-tokens", type=int, default=128)
     options.add_argument("--repeats", type=int, default=3)
+    options.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
     args = options.parse_args()
-    engines = [Ours(args.batches, args.new_tokens), Transformers(args.batches, args.new_tokens)]
+    engines = [engine(args.batches, args.new_tokens) for engine in (Ours, *(PEERS[name] for name in args.peers))]
     rows = []
     for batch in args.batches:
         seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -78,22 +99,32 @@ def main() -> None:
                 answers[engine.name] = engine.generate(batch)
                 if repeat:  # the first round warms up
                     seconds[engine.name].append(time.perf_counter() - started)
-        ours, theirs = (statistics.median(seconds[engine.name]) for engine in engines)
+        median = {name: statistics.median(values) for name, values in seconds.items()}
         tokens = batch * args.new_tokens
-        pairs = zip(*(answers[engine.name] for engine in engines), strict=True)
-        same = sum(a == b for mine, other in pairs for a, b in zip(mine, other, strict=True))
-        rows.append(
-            {
-                "batch": batch,
-                "jaxoverlap tokens/s": tokens / ours,
-                "transformers tokens/s": tokens / theirs,
-                "ratio": theirs / ours,
-                "same ids": f"{same}/{tokens}",
+        row: dict[str, Any] = {"batch": batch, f"{Ours.name} tokens/s": tokens / median[Ours.name]}
+        for name in args.peers:
+            same = sum(map(_same, answers[Ours.name], answers[name]))
+            row |= {
+                f"{name} tokens/s": tokens / median[name],
+                f"ours / {name}": median[name] / median[Ours.name],
+                f"same ids as {name}": f"{same}/{tokens}",
             }
-        )
+        rows.append(row)
     note = f"prompt {PROMPT_LEN}, {args.new_tokens} new tokens, prefill included, median of {args.repeats}"
     report.show("SmolLM2-135M, greedy, float32", rows, note)
-    report.write(args.json, "throughput", {"rows": rows})
+    plot = {
+        "title": "Decode throughput",
+        "table": "rows",
+        "x": "batch",
+        "lines": [f"{name} tokens/s" for name in (Ours.name, *args.peers)],
+        "unit": "tokens a second",
+        "log": True,
+    }
+    report.write(args.json, "throughput", {"rows": rows, "plots": [plot]})
+
+
+def _same(ours: list[int], theirs: list[int]) -> int:
+    return sum(mine == other for mine, other in zip(ours, theirs, strict=True))
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ SUITES = {
     "detokenizer": ["bench_detokenizer"],
     "structured": ["bench_structured"],
     "wishes": ["bench_wishes"],
+    "simulate": ["bench_simulate"],
     "cache-host": ["bench_cache_host"],
     "deterministic": ["bench_deterministic"],
 }

@@ -44,11 +44,11 @@ def simulate(
         list[int] | None, typer.Option("--lookahead", help="Of overlap. Default: 1, 2 and 4.")
     ] = None,
     measured: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
             metavar="TRACE",
             show_default=False,
-            help="A file that --trace has written: speeds that are not given are fitted to it.",
+            help="A file that --trace has written, may be repeated: speeds that are not given are fitted to it.",
         ),
     ] = None,
     platform: Annotated[
@@ -95,19 +95,19 @@ def simulate(
     return command.OK
 
 
-def _speeds(path: str | None) -> Speeds:
+def _speeds(paths: list[str] | None) -> Speeds:
     from jaxoverlap.engine.measured_speeds import speeds_of
     from jaxoverlap.engine.simulation import Speeds
     from jaxoverlap.observe import trace_file
 
-    if path is None:
+    if not paths:
         return Speeds(step=5e-3, row=10e-6, prompt_token=20e-6, host_step=1e-4, host_row=1e-6)
     try:
-        speeds = speeds_of(trace_file.read(path))
+        speeds = speeds_of(*map(trace_file.read, paths))
     except OSError as error:
-        raise command.CommandError(f"{path}: {error.strerror or error}") from error
+        raise command.CommandError(f"--measured {error.filename}: {error.strerror or error}") from error
     except ValueError as error:
-        raise command.CommandError(f"--measured {path}: {error}") from error
+        raise command.CommandError(f"--measured: {error}") from error
     command.say(
         f"measured: --device-ms {1e3 * speeds.step:.4g} --device-us-per-row {1e6 * speeds.row:.4g}"
         f" --device-us-per-prompt-token {1e6 * speeds.prompt_token:.4g}"
