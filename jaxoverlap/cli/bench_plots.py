@@ -6,23 +6,15 @@ list of rows, `x` and `lines` are columns of it, and `log` asks for a scale of p
 
 from __future__ import annotations
 
-import io
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Any
 
-HOW_TO_GET = "plots need matplotlib: pip install 'jaxoverlap[plots]'"
-
-
-def can_plot() -> bool:
-    return find_spec("matplotlib") is not None
+from jaxoverlap.observe import figures
 
 
 def to_svg(plot: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """An SVG element for a page, in the page's own colour of text."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
     from matplotlib.ticker import ScalarFormatter
 
@@ -40,8 +32,5 @@ def to_svg(plot: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     axes.set(title=plot["title"], xlabel=plot["x"], ylabel=plot["unit"])
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    text = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": plot["title"]}):
-        FigureCanvasSVG(figure).print_svg(text, metadata={"Date": None, "Creator": None})
-    drawn = re.sub(r"^.*?(?=<svg)", "", text.getvalue(), flags=re.DOTALL)
+    drawn = re.sub(r"^.*?(?=<svg)", "", figures.to_svg(figure), flags=re.DOTALL)
     return drawn.replace("#000000", "currentColor").replace("fill: #ffffff", "fill: none")

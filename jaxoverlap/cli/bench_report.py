@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from jaxoverlap.cli import bench_plots
+from jaxoverlap.observe import figures
 
 Results = Mapping[str, Mapping[str, Any]]
 Rows = Sequence[Mapping[str, Any]]
@@ -106,8 +107,8 @@ def to_html(results: Results) -> str:
                 )
             parts.append("</table>")
         plots = result.get("plots", [])
-        if plots and not bench_plots.can_plot():
-            parts.append(f"<p>{escape(bench_plots.HOW_TO_GET)}</p>")
+        if plots and not figures.can_plot():
+            parts.append(f"<p>{escape(figures.HOW_TO_GET)}</p>")
         elif plots:
             parts += [bench_plots.to_svg(plot, result) for plot in plots]
     return "\n".join([*parts, "</body></html>", ""])

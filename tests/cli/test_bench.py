@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from jaxoverlap.cli import bench, bench_plots
+from jaxoverlap.cli import bench
 from jaxoverlap.cli.bench_report import compared, to_html, to_markdown
+from jaxoverlap.observe import figures
 from tests.cli.conftest import ROOT
 
 SUITE = """
@@ -57,7 +58,7 @@ def test_a_suite_may_ask_for_lines(monkeypatch):
     page = to_html(results)
     assert page.count("<svg") == 1 and "&lt;Times&gt;" in page and "<h3>plots</h3>" not in page
     assert page == to_html(results)  # the same results, the same report
-    monkeypatch.setattr(bench_plots, "can_plot", lambda: False)
+    monkeypatch.setattr(figures, "can_plot", lambda: False)
     assert "pip install &#x27;jaxoverlap[plots]&#x27;" in to_html(results)
 
 

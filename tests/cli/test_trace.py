@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from jaxoverlap.cli import trace
 from jaxoverlap.observe import trace_file
 from tests.cli.conftest import write_lines
 
@@ -25,10 +26,10 @@ def test_every_command_with_an_engine_writes_a_trace(cli, tmp_path):
     ):
         path = tmp_path / f"{name}.json"
         assert cli(name, *args, "-q", "--trace", path, stdin=stdin).exit_code == 0
-        trace = trace_file.read(path)
-        assert {"host", "device", "request"} <= lanes(path) and trace["otherData"]["model"] == "toy"
-        assert trace["otherData"]["schedule"] == "overlap" and trace["otherData"]["lookahead"] == 1
-        names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "host"}
+        recorded = trace_file.read(path)
+        assert {"host", "device", "request"} <= lanes(path) and recorded["otherData"]["model"] == "toy"
+        assert recorded["otherData"]["schedule"] == "overlap" and recorded["otherData"]["lookahead"] == 1
+        names = {event["name"] for event in recorded["traceEvents"] if event.get("cat") == "host"}
         assert {"plan", "launch", "wait", "commit", "detokenize"} <= names
 
 
@@ -39,6 +40,24 @@ def test_a_trace_becomes_a_page(cli, tmp_path):
     assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 't.html'}\n")
     assert "<canvas" in (tmp_path / "t.html").read_text()
     assert cli("trace", "view", path, "-o", tmp_path / "other.html").stdout == f"{tmp_path / 'other.html'}\n"
+
+
+def test_traces_become_a_picture(cli, tmp_path, monkeypatch):
+    for schedule in ("serial", "overlap"):
+        cli(
+            "generate", "abc", "--max-tokens", 5, "-q", "--schedule", schedule, "--trace", tmp_path / f"{schedule}.json"
+        )
+    traces = [tmp_path / "serial.json", tmp_path / "overlap.json"]
+    path = tmp_path / "both.svg"
+    assert cli("trace", "picture", *traces, "-o", path, "--length-ms", 50).stdout == f"{path}\n"
+    drawn = path.read_text()
+    assert all(word in drawn for word in ("serial", "overlap", "host", "device", "launch", "decode"))
+    assert cli("trace", "picture", traces[0], "-o", tmp_path / "one.png").exit_code == 0
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert "no step from 90000 ms on" in cli("trace", "picture", traces[0], "--start-ms", 90_000).stderr
+    assert "Format 'xyz' is not supported" in cli("trace", "picture", traces[0], "-o", tmp_path / "one.xyz").stderr
+    monkeypatch.setattr(trace, "can_plot", lambda: False)
+    assert "pip install 'jaxoverlap[plots]'" in cli("trace", "picture", traces[0]).stderr
 
 
 @pytest.mark.parametrize(
