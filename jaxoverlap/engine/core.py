@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -30,15 +30,14 @@ from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
 from jaxoverlap.engine.metrics import EngineMetrics
 from jaxoverlap.engine.profiler import Profiler
+from jaxoverlap.engine.questions import Questions
 from jaxoverlap.engine.watchdog import Watchdog
 from jaxoverlap.errors import (
     AbortedError,
-    ConflictError,
     EngineError,
     JaxOverlapError,
     ServerUnavailableError,
 )
-from jaxoverlap.observe import trace_file
 from jaxoverlap.request import Request, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import StepOutput
@@ -105,6 +104,7 @@ class EngineCore:
         self._had_work = False
         self._selector = selectors.DefaultSelector()
         self._door = Door(engine)
+        self._questions = Questions(self, profiler)
         self._watchdog = Watchdog(
             engine, seconds=watchdog_seconds, exit_seconds=watchdog_exit_seconds, on_stall=self._tell_stall
         )
@@ -328,15 +328,45 @@ class EngineCore:
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.close()
-        for index, key in [*self._by_key, *self._door.waiting]:
+        for index, key in self.requests_here():
             if index == link.index:
                 self._end(link, key, self.engine.abort)
 
     # ---------------------------------------------------------------- what operators want
 
+    def drain(self) -> None:
+        """Nothing new is taken any more."""
+        self.draining = True
+        self._broadcast_status()
+
+    def requests_here(self) -> list[tuple[int, int]]:
+        """By front end and key: those in the engine, and those at its door."""
+        return [*self._by_key, *self._door.waiting]
+
+    def abort_request(self, name: tuple[int, int]) -> None:
+        """Ends one of `requests_here`; its front end hears of it as of any other end."""
+        if name in self._by_key:
+            self.engine.abort(self._by_key[name].request)
+        else:
+            entry, _ = self._door.waiting.pop(name)
+            entry.link.post("refused", entry.key, messages.error_to_wire(AbortedError(messages.ABORTED)))
+
+    def name_of(self, request_id: int | None) -> tuple[int, int] | None:
+        """A request's front end and key, from the engine's own name for it; None if nobody wants it any more."""
+        owner = None if request_id is None else self._owners.get(request_id)
+        return None if owner is None else (owner.link.index, owner.key)
+
+    def finish_steps(self) -> None:
+        """Steps in flight come to their end."""
+        while self.engine.has_work:
+            self._step()
+
+    def read_metrics(self) -> dict[str, Any]:
+        return self._metrics.read(num_at_door=len(self._door.waiting))
+
     def _answer(self, link: Link, question: int, name: str, arguments: list[Any]) -> None:
         try:
-            answer, error = self._QUESTIONS[name](self, *arguments), None
+            answer, error = self._questions.answer(name, arguments), None
         except JaxOverlapError as refusal:
             answer, error = None, messages.error_to_wire(refusal)
         if callable(answer):
@@ -353,71 +383,3 @@ class EngineCore:
             failure = messages.error_to_wire(EngineError(f"internal error: {error}"))
             link.post_from_aside("answer", question, None, failure)
         self._door.ring()
-
-    def _get_status(self) -> dict[str, Any]:
-        return vars(self.status())
-
-    def _get_metrics(self) -> dict[str, Any]:
-        return self._metrics.read(num_at_door=len(self._door.waiting))
-
-    def _drain(self) -> None:
-        self.draining = True
-        self._broadcast_status()
-
-    def _abort_requests(self, wanted: list[tuple[int, int]] | None) -> list[tuple[int, int]]:
-        """Ends requests by front end and key, or all; their front ends hear of it as of any other end."""
-        here = [*self._by_key, *self._door.waiting]
-        found = here if wanted is None else [name for name in map(tuple, wanted) if name in set(here)]
-        for name in found:
-            if name in self._by_key:
-                self.engine.abort(self._by_key[name].request)
-            else:
-                entry, _ = self._door.waiting.pop(name)
-                entry.link.post("refused", entry.key, messages.error_to_wire(AbortedError(messages.ABORTED)))
-        return found
-
-    def _flush_cache(self) -> int:
-        scheduler = self.engine.loop.scheduler
-        if scheduler.has_unfinished:
-            raise ConflictError(f"{scheduler.num_running + scheduler.num_waiting} requests are unfinished")
-        while self.engine.has_work:  # steps in flight still hold pages
-            self._step()
-        return scheduler.flush_cache()
-
-    def _memory_snapshot(self) -> dict[str, Any]:
-        """With the front ends' names of the requests in place of the engine's own."""
-        snapshot = self.engine.loop.scheduler.memory_snapshot().to_dict()
-        for page in snapshot["pages"]:
-            owner = self._owners.get(page["request_id"])
-            page["request_id"] = None if owner is None else (owner.link.index, owner.key)
-        return snapshot
-
-    def _start_profile(self, steps: int | None) -> str:
-        return self._profiler.start(steps)
-
-    def _stop_profile(self) -> str:
-        return self._profiler.stop()
-
-    def _step_log(self, last: int) -> list[dict[str, Any]]:
-        return [record.to_dict() for record in self.engine.loop.log.last(last)]
-
-    def _start_trace(self, max_steps: int) -> None:
-        self.engine.start_timeline(max_steps)
-
-    def _stop_trace(self) -> Callable[[], bytes]:
-        timeline = self.engine.stop_timeline()
-        return lambda: trace_file.packed(timeline, {"model": self.facts.name, "schedule": self.facts.schedule})
-
-    _QUESTIONS: ClassVar[dict[str, Callable[..., Any]]] = {
-        "status": _get_status,
-        "metrics": _get_metrics,
-        "drain": _drain,
-        "abort_requests": _abort_requests,
-        "flush_cache": _flush_cache,
-        "memory_snapshot": _memory_snapshot,
-        "start_profile": _start_profile,
-        "stop_profile": _stop_profile,
-        "step_log": _step_log,
-        "start_trace": _start_trace,
-        "stop_trace": _stop_trace,
-    }
