@@ -181,7 +181,12 @@ def compile_for(
     try:
         topology = topologies.get_topology_desc(platform="cuda", target_config=target.config, topology="1x1x1")
     except Exception as error:
-        raise CanNotCompile(f"no compiler for NVIDIA GPUs beside jax {jax.__version__}: {error}") from error
+        jax_version = jax.__version__
+        wheels = f"jax-cuda13-plugin=={jax_version} jax-cuda13-pjrt=={jax_version} nvidia-nvvm nvidia-cuda-nvcc"
+        raise CanNotCompile(
+            f"no compiler for NVIDIA GPUs beside jax {jax_version}; it comes with pip install --no-deps {wheels} "
+            f"(Python 3.12 and newer): {error}"
+        ) from error
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs)

@@ -186,38 +186,38 @@ SHARE = 100
 """Lives that a worker is given at a time."""
 
 
-def simulate_share(first_seed: int) -> int:
-    return sum(simulate(seed) for seed in range(first_seed, first_seed + SHARE))
+def simulate_share(first_seed: int, size: int) -> int:
+    return sum(simulate(seed) for seed in range(first_seed, first_seed + size))
 
 
-def shares(first_seed: int, workers: int) -> Iterator[int]:
-    """Steps of each share of consecutive seeds, in their order, without end."""
+def shares(first_seed: int, workers: int, size: int) -> Iterator[int]:
+    """Steps of each share of so many consecutive seeds, in their order, without end."""
     # Not forked: the caller may hold locks of jax's threads.
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         running: deque[Any] = deque()
         while True:
             while len(running) < 2 * workers:
-                running.append(pool.apply_async(simulate_share, (first_seed,)))
-                first_seed += SHARE
+                running.append(pool.apply_async(simulate_share, (first_seed, size)))
+                first_seed += size
             yield running.popleft().get()
 
 
 def simulate_until(
-    steps: int, *, first_seed: int, workers: int, report_every: int = 50, record: Path | None = None
+    steps: int, *, first_seed: int, workers: int, report_every: int = 50, record: Path | None = None, share: int = SHARE
 ) -> tuple[int, int]:
     """Lives of consecutive seeds until they come to so many steps. Returns steps and seeds.
 
     `record` gets a line for each share that was lived to its end, and what it has already is not run again.
     """
     recorded = [] if record is None or not record.exists() else [*map(json.loads, record.read_text().splitlines())]
-    assert [line["first_seed"] for line in recorded] == [first_seed + SHARE * i for i in range(len(recorded))]
-    done, seeds = sum(line["steps"] for line in recorded), SHARE * len(recorded)
-    for more in shares(first_seed + seeds, workers) if done < steps else ():
+    assert [line["first_seed"] for line in recorded] == [first_seed + share * i for i in range(len(recorded))]
+    done, seeds = sum(line["steps"] for line in recorded), share * len(recorded)
+    for more in shares(first_seed + seeds, workers, share) if done < steps else ():
         if record is not None:
             with record.open("a") as file:
                 print(json.dumps({"first_seed": first_seed + seeds, "steps": more}), file=file)
-        done, seeds = done + more, seeds + SHARE
-        if seeds % (report_every * SHARE) == 0:
+        done, seeds = done + more, seeds + share
+        if seeds % (report_every * share) == 0:
             print(f"{done:,} steps, seeds {first_seed} to {first_seed + seeds - 1}", flush=True)
         if done >= steps:
             break

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.conftest import read_answers, write_lines
 from tests.cli.test_batch import item
+from tests.real.settings import FLAGS, one_compiles
 
 pytestmark = pytest.mark.real_model
 REAL = "jaxoverlap.cli.main"
@@ -21,8 +22,9 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCH
 
 
 def test_the_first_question(start):
-    process = start("generate", "--chat", "What is the capital of France?", module=REAL)
-    stdout, stderr = process.communicate(timeout=300)
+    with one_compiles():
+        process = start("generate", "--chat", "What is the capital of France?", module=REAL)
+        stdout, stderr = process.communicate(timeout=300)
     assert process.returncode == 0, stderr
     assert b"Paris" in stdout
     log, summary = stderr.decode().splitlines()
@@ -51,9 +53,9 @@ def test_a_batch(start, tmp_path):
         item("long", "one " * 9000),
     ]
     source, out = write_lines(tmp_path / "in", *lines), tmp_path / "out"
-    args = ["batch", "-i", source, "-o", out, "--max-running", "2", "--max-batched-tokens", "64"]
-    process = start(*args, module=REAL)
-    _, stderr = process.communicate(timeout=300)
+    with one_compiles():
+        process = start("batch", "-i", source, "-o", out, *FLAGS, module=REAL)
+        _, stderr = process.communicate(timeout=300)
     assert process.returncode == 1, stderr
     assert len(stderr.splitlines()) == 2 and b"finished: 4 done, 3 failed, 0 skipped" in stderr
     text, chat, best, structured, *errors = read_answers(out)
@@ -75,8 +77,9 @@ def test_a_batch(start, tmp_path):
 
 
 def test_json_lines(start):
-    args = ["generate", "The capital of France is", "Water boils at", "--json", "--max-tokens", "6", "-q"]
-    stdout, stderr = start(*args, module=REAL).communicate(timeout=300)
+    args = ["generate", "The capital of France is", "Water boils at", "--json", "--max-tokens", "6", "-q", *FLAGS]
+    with one_compiles():
+        stdout, stderr = start(*args, module=REAL).communicate(timeout=300)
     first, second = map(json.loads, stdout.splitlines())
     assert stderr == b"" and "Paris" in first["text"] and len(second["token_ids"]) == 6
 

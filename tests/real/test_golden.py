@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxoverlap import LLM, FinishReason, SamplingParams
+from tests.real.settings import SETTINGS, one_compiles
 
 pytestmark = pytest.mark.real_model
 
@@ -24,7 +25,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(max_running=8, max_batched_tokens=64, max_model_len=512, progress=False) as llm:
+    with one_compiles():
+        llm = LLM(**SETTINGS, progress=False)
+    with llm:
         yield llm
         assert llm.runner.compiles_after_ready == 0
 

@@ -13,19 +13,17 @@ from jaxoverlap import FinishReason, SamplingParams, StructuredOutput
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine
 from tests.grammar_tools import RecordingCompiler, outcome, random_schema
+from tests.real.settings import SETTINGS, one_compiles
 
 pytestmark = pytest.mark.real_model
 
 COUNT = int(os.environ.get("JAXOVERLAP_SCHEMAS", "4"))
-ROWS = 8
 
 
 def test_random_schemas_give_valid_json_and_leave_their_neighbours_alone():
     schemas = [random_schema(np.random.default_rng(seed), bounded=True) for seed in range(COUNT)]
-    # Not warmed up: few of the steps that an engine compiles are needed here.
-    built = build_engine(
-        EngineConfig(max_running=ROWS, max_model_len=1024, max_batched_tokens=64, kv_memory_gib=1.0), warm_up=False
-    )
+    with one_compiles():
+        built = build_engine(EngineConfig(**SETTINGS))
     engine, tokenizer = built.engine, built.tokenizer
     engine.close()
     engine.constraints = RecordingCompiler(tokenizer, built.model_config.vocab_size, engine.eos_token_ids)

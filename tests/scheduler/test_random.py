@@ -37,13 +37,14 @@ def test_a_seed_is_always_the_same_life():
 
 
 def test_a_recorded_run_goes_on_where_it_was_interrupted(tmp_path):
-    record = tmp_path / "run.jsonl"
-    whole = simulate_until(40_000, first_seed=3, workers=2, record=tmp_path / "whole.jsonl")
-    part = simulate_until(1, first_seed=3, workers=2, record=record)
-    assert part[0] < whole[0]
-    assert simulate_until(40_000, first_seed=3, workers=2, record=record) == whole
-    assert record.read_text() == (tmp_path / "whole.jsonl").read_text()
-    assert simulate_until(1, first_seed=3, workers=2, record=record) == whole  # nothing is run again
+    def live(steps: int, name: str) -> tuple[int, int]:
+        return simulate_until(steps, first_seed=3, workers=2, record=tmp_path / name, share=5)
+
+    whole = live(4_000, "whole")
+    assert live(1, "part")[0] < whole[0]
+    assert live(4_000, "part") == whole
+    assert (tmp_path / "part").read_text() == (tmp_path / "whole").read_text()
+    assert live(1, "part") == whole  # nothing is run again
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch):
