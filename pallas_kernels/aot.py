@@ -184,8 +184,8 @@ def compile_for(
         jax_version = jax.__version__
         wheels = f"jax-cuda13-plugin=={jax_version} jax-cuda13-pjrt=={jax_version} nvidia-nvvm nvidia-cuda-nvcc"
         raise CanNotCompile(
-            f"no compiler for NVIDIA GPUs beside jax {jax_version}; it comes with pip install --no-deps {wheels} "
-            f"(Python 3.12 and newer): {error}"
+            f"no compiler for NVIDIA GPUs beside jax {jax_version}; it comes with pip install --no-deps {wheels}"
+            f": {error}"
         ) from error
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
