@@ -8,6 +8,7 @@ by slicing the pool, so a donated pool is never copied.
     rope_and_write_kv    the same from the QKV product, with queries and keys rotated on the way
     decode_attention     one query per row
     extend_attention     ragged, causal prefill chunks
+    draw_tokens          a token for each row by temperature, top-k, top-p and min-p
 
 `implementation` names who computes it; it is never swapped silently:
 
@@ -28,7 +29,7 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _validate, triton, xla
+from pallas_kernels import _validate, triton, xla, xla_draw
 from pallas_kernels.choice import AttentionShape, Choice, best_implementation, why_not
 from pallas_kernels.errors import IMPLEMENTATIONS, ImplementationNotAvailable
 
@@ -39,6 +40,7 @@ __all__ = [
     "ImplementationNotAvailable",
     "best_implementation",
     "decode_attention",
+    "draw_tokens",
     "extend_attention",
     "rope_and_write_kv",
     "why_not",
@@ -239,3 +241,42 @@ def extend_attention(
         options["interpret"] = interpret
         return triton.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
     return xla.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
+
+
+def draw_tokens(
+    logits: jax.Array,
+    highest: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    uniform: jax.Array,
+    draws: jax.Array,
+    *,
+    implementation: str = "xla",
+    interpret: bool = False,
+) -> jax.Array:
+    """Draw a token for each of B rows, by inverse transform from what its parameters leave; no sort, for any k.
+
+    In this order, as in Hugging Face transformers: temperature; top-k; top-p (Holtzman et al. 2019, arXiv:1904.09751)
+    of what top-k leaves; min-p (Nguyen et al. 2024, arXiv:2407.01082), relative to the most probable token. Ties with
+    the last that is kept are kept too.
+
+    Args:
+      logits: float32 [B, V]; minus infinity is never drawn.
+      highest: float32 [B], their maxima, finite in rows that draw.
+      temperature, top_p, min_p: float32 [B]; top_k: int32 [B], below 1 is off.
+      uniform: float32 [B] in [0, 1).
+      draws: bool [B].
+
+    Returns:
+      int32 [B]; what it has for rows that do not draw means nothing.
+    """
+    arguments = (logits, highest, temperature, top_k, top_p, min_p, uniform, draws)
+    if implementation == "triton":
+        return triton.draw_tokens(*arguments, interpret=interpret)
+    if implementation != "xla" or interpret:
+        raise ValueError(
+            f"implementation: got {implementation!r}, allowed is 'xla', or 'triton', which can be interpreted"
+        )
+    return xla_draw.draw_tokens(*arguments)

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -68,8 +69,16 @@ def launches(heads: Heads, dtype: Any, page_size: int) -> Iterator[Launch]:
     yield Launch("rope_and_write_kv", case, rope, arrays, (1, 2))
 
 
+def draw(vocab_size: int) -> Launch:
+    """A draw for rows that each have parameters of their own."""
+    floats, ints = spec((ROWS,), jnp.float32), spec((ROWS,), jnp.int32)
+    arrays = (spec((ROWS, vocab_size), jnp.float32), floats, floats, ints, floats, floats, floats, spec((ROWS,), bool))
+    return Launch("draw_tokens", f"of {vocab_size}", partial(pk.draw_tokens, implementation="triton"), arrays)
+
+
 def all_launches() -> Iterator[Launch]:
     """Group sizes, head dims, dtypes and page sizes, each at least once; not their product."""
+    yield from map(draw, (97, 128_256))
     for heads in HEADS:
         yield from launches(heads, jnp.bfloat16, 16)
     for heads, dtype, page_size in (

@@ -17,7 +17,7 @@ from pallas_kernels.choice import AttentionShape
 TOLERANCE = 0.02
 """Of the largest number of a result: bfloat16 and TF32 differ by less, and a kernel that is wrong by more."""
 
-_PARTS = ("rotation", "the keys' write", "the values' write", "decode attention", "extend attention")
+_PARTS = ("rotation", "the keys' write", "the values' write", "decode attention", "extend attention", "the draw")
 """What is compared; what is wrong first is told."""
 
 _LENGTHS = (1, 17, 700, 0, 1500)
@@ -31,7 +31,7 @@ def disagreement(
     """What `implementation` gets wrong on `device` (None: the default one); None if nothing. Never raises.
 
     Compares the write with rotation, decode and extend attention over pages in random order, with rows of one part and
-    of several, to `TOLERANCE`.
+    of several, to `TOLERANCE`; and the draw of tokens.
     """
     try:
         with jax.default_device(device):
@@ -78,9 +78,29 @@ def _results(shape: AttentionShape, **options: Any) -> list[np.ndarray]:
         q, k, v = pk.rope_and_write_kv(qkv, k, v, cos, sin, slots, **options)
         attend: dict[str, Any] = {"page_offset": 0, "scale": shape.head_dim**-0.5, **options}
         decoded = pk.decode_attention(queries, k, v, table, lengths, **attend)
-        return [q, k, v, decoded, pk.extend_attention(q, k, v, table, cu_q_lens, lengths, **attend)]
+        extended = pk.extend_attention(q, k, v, table, cu_q_lens, lengths, **attend)
+        return [q, k, v, decoded, extended, _drawn(**options)]
 
     cu_q_lens = np.array([0, *ends], np.int32)
     queries = normal(len(_LENGTHS), shape.heads, shape.head_dim)
     results = run(normal(tokens, width), queries, *pools, *phases, slots, table, lengths, cu_q_lens)
     return [np.asarray(array, np.float32) for array in results]
+
+
+def _drawn(**options: Any) -> jax.Array:
+    """Draws that no rounding moves: 8 rows with 3 to 96 ids of equal weight left, in a vocabulary of two blocks.
+
+    Ids are scrambled, so that a neighbour's is far off.
+    """
+    rows = np.arange(8)
+    left = 3 * 2 ** np.minimum(rows, 5)
+    ids = (np.arange(96) * 47 + 5) % 5000
+    logits = np.full((8, 5000), -4.0, np.float32)
+    for row, count in zip(rows, left, strict=True):
+        logits[row, ids[:count]] = 2.0
+    parameters = (np.full(8, 0.8), np.where(rows % 2, left, 0), np.where(rows % 2, 1.0, 0.5), np.full(8, 0.05))
+    temperature, top_k, top_p, min_p = (np.asarray(one, np.float32) for one in parameters)
+    uniform = ((rows + 0.3) / 8).astype(np.float32)
+    highest = np.full(8, 2.0, np.float32)
+    arrays = (logits, highest, temperature, top_k.astype(np.int32), top_p, min_p, uniform, rows >= 0)
+    return pk.draw_tokens(*map(jnp.asarray, arrays), **options) * 7919 % 1009

@@ -114,10 +114,11 @@ class Executables:
             return first_half.lower(self._weights, self._kv, state, packed).compile(step.compiler_options)
         if isinstance(shape, SampleShape):
             ready = self._ready_to_sample(shape.num_rows)
+            choose = partial(sample, drawing=step.drawing)
             if not shape.with_rules:
-                return jax.jit(sample, donate_argnums=(0,)).lower(state, ready).compile()
+                return jax.jit(choose, donate_argnums=(0,)).lower(state, ready).compile()
             allowed = self._array((shape.num_rows, mask_words(step.config.vocab_size)), jnp.int32)
-            second_half = jax.jit(sample, donate_argnums=(0, 2))
+            second_half = jax.jit(choose, donate_argnums=(0, 2))
             return second_half.lower(state, ready, self._rules(), allowed).compile()
         if shape == Rare.SCORE_PROMPT:
             hidden = self._array((step.max_prompt_tokens, step.config.hidden_size), step.dtype)

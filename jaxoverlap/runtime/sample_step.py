@@ -10,6 +10,7 @@ with rows that have penalties, biases or a grammar; the plain one does not even 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +42,12 @@ class ReadyToSample:
 
 
 def sample(
-    state: RowState, ready: ReadyToSample, rules: RowRules | None = None, allowed: jax.Array | None = None
+    state: RowState,
+    ready: ReadyToSample,
+    rules: RowRules | None = None,
+    allowed: jax.Array | None = None,
+    *,
+    drawing: dict[str, Any] | None = None,
 ) -> tuple[RowState, jax.Array, jax.Array, RowRules | None]:
     """Chooses and publishes tokens.
 
@@ -49,6 +55,7 @@ def sample(
       state: R rows.
       ready: B rows.
       rules, allowed: see `apply_rules`; both or none.
+      drawing: `implementation` and `interpret` of `pallas_kernels.draw_tokens`; None is plain XLA.
 
     Returns:
       state; output, int32 [B, 2]: token and `RowStatus`; scores, int32 [B, SCORE_WORDS]; rules.
@@ -73,7 +80,7 @@ def sample(
     too_early = publishes & (num_outputs < params["min_outputs"])
     tokens, highest = jax.lax.cond(
         jnp.any(draws | too_early),
-        lambda: choose_tokens(suppress(logits, params["stop_ids"], too_early), sampling, draws),
+        lambda: choose_tokens(suppress(logits, params["stop_ids"], too_early), sampling, draws, **(drawing or {})),
         lambda: most_probable(logits),
     )
     scores = score_tokens(ready.logits, tokens, jnp.where(publishes, params["top_logprobs"], -1))

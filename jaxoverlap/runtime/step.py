@@ -53,6 +53,11 @@ class DeviceStep:
     interpret: bool = False
     deterministic: bool = False
 
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """Who draws tokens, for `pallas_kernels.draw_tokens`."""
+        return {"implementation": "xla" if self.attention == "xla" else "triton", "interpret": bool(self.interpret)}
+
     def __call__(
         self, shape: StepShape, weights: Any, kv: KVPages, state: RowState, packed: jax.Array
     ) -> tuple[KVPages, RowState, ReadyToSample, jax.Array | None]:
