@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.pages import Pages
 from pallas_kernels.triton.common import (
     FLOOR,
     LOG2_E,
@@ -31,6 +32,7 @@ from pallas_kernels.triton.common import (
     call,
     cdiv,
     div,
+    dtype_of_products,
     no_weight,
     plt,
     power_of_two,
@@ -49,6 +51,7 @@ class Tiles:
     group: int
     dim: int
     block: int
+    dtype: Any
     splits: int
     page_offset: int
     window: int | None
@@ -80,8 +83,8 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) 
     lanes = lax.iota(jnp.int32, tiles.lanes)
     heads = head * tiles.group + group
     real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
-    q = plt.load(q_ref.at[row, heads[:, None], lanes[None, :]], mask=real, other=0.0).astype(k_ref.dtype)
-    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block)
+    q = plt.load(q_ref.at[row, heads[:, None], lanes[None, :]], mask=real, other=0.0).astype(tiles.dtype)
+    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block, tiles.dtype)
 
     def step(index: jax.Array, state: Softmax) -> Softmax:
         positions, k, v = context.load(index, lowest, length)
@@ -164,8 +167,8 @@ def _combine(
 
 def decode_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     arrivals: jax.Array,
@@ -181,15 +184,17 @@ def decode_attention(
     _, size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
     splits = num_splits(rows, kv_heads, page_table.shape[1] * size, window)
-    block = block_size(dim, k_pages.dtype)
-    tiles = Tiles(group, dim, block, splits, page_offset, window, Scores(scale, softcap), interpret)
+    dtype = dtype_of_products(q, k_pages)
+    tiles = Tiles(
+        group, dim, block_size(dim, dtype), dtype, splits, page_offset, window, Scores(scale, softcap), interpret
+    )
     options: dict[str, Any] = {
         "name": "decode_attention",
         "grid": (rows, kv_heads, splits),
         # Float32 products and masked lanes take registers; 4 warps would spill there.
-        "num_warps": 4 if k_pages.dtype.itemsize == 2 and dim == tiles.lanes else 8,
+        "num_warps": 4 if dtype.itemsize == 2 and dim == tiles.lanes else 8,
         # What the page table leaves of 5 stages are two buffers, of 3 one.
-        "num_stages": 5 if k_pages.dtype.itemsize == 2 else 3,
+        "num_stages": 5 if dtype.itemsize == 2 else 3,
         "interpret": interpret,
     }
     kernel = functools.partial(_kernel, tiles=tiles)
@@ -203,7 +208,7 @@ def decode_attention(
         jax.ShapeDtypeStruct((rows, kv_heads, splits, group), jnp.float32),
         jax.ShapeDtypeStruct(arrivals.shape, jnp.int32),
     )
-    aliases = {len(arguments): 3}
+    aliases = {len(jax.tree.leaves(arguments)): 3}
     result, _, _, arrivals = call(kernel, out_shape=shapes, input_output_aliases=aliases, **options)(
         *arguments, arrivals
     )

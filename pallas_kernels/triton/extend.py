@@ -12,12 +12,14 @@ Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691); queries of one KV head p
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.pages import Pages
 from pallas_kernels.tiling import tile_map
 from pallas_kernels.triton.common import (
     Context,
@@ -28,6 +30,7 @@ from pallas_kernels.triton.common import (
     call,
     cdiv,
     div,
+    dtype_of_products,
     no_weight,
     plt,
     power_of_two,
@@ -46,6 +49,7 @@ class Tiles:
     group: int
     dim: int
     block: int
+    dtype: Any
     page_offset: int
     window: int | None
     scores: Scores
@@ -68,8 +72,8 @@ def _kernel(
     own = (offset < tiles.width) & (first + offset < cu_ref[row + 1])
     real = own[:, None] & (lanes < tiles.dim)[None, :]
     where = ((first + offset)[:, None], (head * tiles.group + member)[:, None], lanes[None, :])
-    q = plt.load(q_ref.at[where], mask=real, other=0.0).astype(k_ref.dtype)
-    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block)
+    q = plt.load(q_ref.at[where], mask=real, other=0.0).astype(tiles.dtype)
+    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block, tiles.dtype)
 
     at = position + offset
     end = jnp.minimum(position + tiles.width, length)  # at most 0 for padding
@@ -100,8 +104,8 @@ def _kernel(
 
 def extend_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     cu_q_lens: jax.Array,
     seq_lens: jax.Array,
@@ -116,11 +120,12 @@ def extend_attention(
     tokens, heads, dim = q.shape
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
-    is_float32 = k_pages.dtype == jnp.float32
-    queries, block = FLOAT32_TILE if is_float32 else (QUERIES, block_size(dim, k_pages.dtype))
+    dtype = dtype_of_products(q, k_pages)
+    is_float32 = dtype == jnp.float32
+    queries, block = FLOAT32_TILE if is_float32 else (QUERIES, block_size(dim, dtype))
     if group >= 8 and dim > 64:
         block = min(block, 32)  # an L4 spills beyond
-    tiles = Tiles(queries, group, dim, block, page_offset, window, Scores(scale, softcap))
+    tiles = Tiles(queries, group, dim, block, dtype, page_offset, window, Scores(scale, softcap))
     cu_q_lens = jnp.append(cu_q_lens, jnp.int32(tokens))
     seq_lens = jnp.append(seq_lens, jnp.int32(0))
     _, row, first, position = tile_map(cu_q_lens, seq_lens, tokens, tiles.width)
