@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.pages import Pages, QuantizedPages, decoded, quantize
+from pallas_kernels.tuning import Problem, power_of_two
 
 with warnings.catch_warnings():
     # Deprecated from jax 0.11 on without a date of removal; the one way to GPUs older than Hopper.
@@ -23,20 +24,9 @@ with warnings.catch_warnings():
 
 LOG2_E = math.log2(math.e)
 FLOOR = -1e30  # finite, because the difference of two infinities is NaN
-TILE_BYTES = 16 * 1024  # of a block of keys; with that many for values, two stages fit every GPU's shared memory
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]
 """Maximum [M] and sum [M] of the weights, accumulator [M, Dp]; all float32."""
-
-
-def power_of_two(n: int) -> int:
-    """The smallest that is at least `n`."""
-    return 1 << (n - 1).bit_length()
-
-
-def block_size(head_dim: int, dtype: Any) -> int:
-    """Positions in a block of keys: 64, fewer where the head dim or the dtype is wide."""
-    return max(16, min(64, TILE_BYTES // (power_of_two(head_dim) * jnp.dtype(dtype).itemsize)))
 
 
 def dtype_of_products(q: jax.Array, pages: Pages) -> Any:
@@ -44,6 +34,12 @@ def dtype_of_products(q: jax.Array, pages: Pages) -> Any:
     if not isinstance(pages, QuantizedPages):
         return pages.dtype
     return jnp.dtype(jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16)
+
+
+def problem_of(kernel: str, q: jax.Array, pages: Pages, rows: int, longest: int) -> Problem:
+    _, size, kv_heads, dim = pages.shape
+    dtypes = str(dtype_of_products(q, pages)), str(jnp.dtype(pages.dtype))
+    return Problem(kernel, q.shape[1] // kv_heads, kv_heads, dim, *dtypes, size, rows, longest)
 
 
 def cdiv(a: jax.Array, b: jax.Array | int) -> jax.Array:

@@ -28,19 +28,15 @@ from pallas_kernels.triton.common import (
     Scores,
     Softmax,
     attend,
-    block_size,
     call,
     cdiv,
     div,
-    dtype_of_products,
     no_weight,
     plt,
-    power_of_two,
+    problem_of,
 )
+from pallas_kernels.tuning import SPLIT_POSITIONS, Tiling, power_of_two, tiling
 
-PROGRAMS = 4 * 132  # four for each multiprocessor of an H200
-SPLIT_POSITIONS = 256  # fewer are not worth a program of their own
-MAX_SPLITS = 64
 COMBINED_TOGETHER = 8192  # numbers that the last program adds up at once
 
 
@@ -50,6 +46,7 @@ class Tiles:
 
     group: int
     dim: int
+    queries: int
     block: int
     dtype: Any
     splits: int
@@ -63,12 +60,6 @@ class Tiles:
         return power_of_two(self.dim)
 
 
-def num_splits(rows: int, kv_heads: int, capacity: int, window: int | None) -> int:
-    """Programs for the longest context there can be: enough to fill a GPU, none with too little to do."""
-    longest = capacity if window is None else min(capacity, window)
-    return max(1, min(-(-PROGRAMS // (rows * kv_heads)), -(-longest // SPLIT_POSITIONS), MAX_SPLITS))
-
-
 def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) -> None:
     row, head, split = (pl.program_id(axis) for axis in range(3))
     length = lens_ref[row]
@@ -79,7 +70,7 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) 
     per_split = jnp.maximum(cdiv(blocks, tiles.splits), least)
     active = cdiv(blocks, per_split)  # 0 for a row of length 0
 
-    group = lax.iota(jnp.int32, max(16, power_of_two(tiles.group)))
+    group = lax.iota(jnp.int32, tiles.queries)
     lanes = lax.iota(jnp.int32, tiles.lanes)
     heads = head * tiles.group + group
     real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
@@ -178,23 +169,24 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool = False,
+    tuned: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.decode_attention`; arrivals is int32 [B, K] zeros, and comes back as zeros."""
     rows, heads, dim = q.shape
     _, size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
-    splits = num_splits(rows, kv_heads, page_table.shape[1] * size, window)
-    dtype = dtype_of_products(q, k_pages)
+    capacity = page_table.shape[1] * size
+    problem = problem_of("decode_attention", q, k_pages, rows, capacity if window is None else min(capacity, window))
+    tuned = tuned or tiling(problem)
+    splits, dtype = tuned.splits, jnp.dtype(problem.dtype)
     tiles = Tiles(
-        group, dim, block_size(dim, dtype), dtype, splits, page_offset, window, Scores(scale, softcap), interpret
+        group, dim, tuned.queries, tuned.block, dtype, splits, page_offset, window, Scores(scale, softcap), interpret
     )
     options: dict[str, Any] = {
         "name": "decode_attention",
         "grid": (rows, kv_heads, splits),
-        # Float32 products and masked lanes take registers; 4 warps would spill there.
-        "num_warps": 4 if dtype.itemsize == 2 and dim == tiles.lanes else 8,
-        # What the page table leaves of 5 stages are two buffers, of 3 one.
-        "num_stages": 5 if dtype.itemsize == 2 else 3,
+        "num_warps": tuned.num_warps,
+        "num_stages": tuned.num_stages,
         "interpret": interpret,
     }
     kernel = functools.partial(_kernel, tiles=tiles)

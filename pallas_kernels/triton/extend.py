@@ -26,19 +26,15 @@ from pallas_kernels.triton.common import (
     Scores,
     Softmax,
     attend,
-    block_size,
     call,
     cdiv,
     div,
-    dtype_of_products,
     no_weight,
     plt,
-    power_of_two,
+    problem_of,
     rem,
 )
-
-QUERIES = 64  # rows of a tile: wgmma needs 64, and 128 spill on Ampere
-FLOAT32_TILE = 32, 16  # queries and positions: float32 products do not run on tensor cores, and wider ones spill
+from pallas_kernels.tuning import Tiling, power_of_two, tiling
 
 
 @dataclass(frozen=True)
@@ -115,17 +111,16 @@ def extend_attention(
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool = False,
+    tuned: Tiling | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.extend_attention`."""
     tokens, heads, dim = q.shape
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
-    dtype = dtype_of_products(q, k_pages)
-    is_float32 = dtype == jnp.float32
-    queries, block = FLOAT32_TILE if is_float32 else (QUERIES, block_size(dim, dtype))
-    if group >= 8 and dim > 64:
-        block = min(block, 32)  # an L4 spills beyond
-    tiles = Tiles(queries, group, dim, block, dtype, page_offset, window, Scores(scale, softcap))
+    problem = problem_of("extend_attention", q, k_pages, 1, page_table.shape[1] * k_pages.shape[1])
+    tuned = tuned or tiling(problem)
+    scores, dtype = Scores(scale, softcap), jnp.dtype(problem.dtype)
+    tiles = Tiles(tuned.queries, group, dim, tuned.block, dtype, page_offset, window, scores)
     cu_q_lens = jnp.append(cu_q_lens, jnp.int32(tokens))
     seq_lens = jnp.append(seq_lens, jnp.int32(0))
     _, row, first, position = tile_map(cu_q_lens, seq_lens, tokens, tiles.width)
@@ -134,7 +129,7 @@ def extend_attention(
         name="extend_attention",
         grid=(len(row), kv_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        num_warps=8 if is_float32 or dim > 64 else 4,  # what 4 can hold without spilling
-        num_stages=3,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
         interpret=interpret,
     )(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, row, first, position)

@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.pages import Pages
-from pallas_kernels.triton.common import call, div, plt, power_of_two, rem, store_line
+from pallas_kernels.triton.common import call, div, plt, rem, store_line
+from pallas_kernels.tuning import power_of_two
 
 
 def _place(slots_ref: Any, pool_ref: Any, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
