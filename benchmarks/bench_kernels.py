@@ -22,6 +22,9 @@ import numpy as np
 
 import pallas_kernels as pk
 from benchmarks import report
+from jaxoverlap.config import KV_CACHE_DTYPES
+from jaxoverlap.runtime.row_state import resolve_kv_dtype
+from pallas_kernels.pages import QUANTIZED, abstract, num_bytes, quantized
 from pallas_kernels.shapes import HEADS, SMOLLM2_135M, Heads
 
 LLAMA_3_8B = Heads("llama-3-8b", 32, 8, 128)
@@ -43,6 +46,7 @@ class Case:
     chunk: int
     page_size: int
     dtype: Any
+    pool_dtype: Any
     layers: int
 
     @property
@@ -51,7 +55,9 @@ class Case:
 
     @property
     def layer_bytes(self) -> int:
-        return 2 * self.rows * self.length * self.heads.kv_heads * self.heads.dim * jnp.dtype(self.dtype).itemsize
+        return 2 * num_bytes(
+            abstract((1, self.rows * self.length, self.heads.kv_heads, self.heads.dim), self.pool_dtype)
+        )
 
     @property
     def operations(self) -> float:
@@ -64,15 +70,16 @@ class Case:
         return f"{self.heads.name} {kind} B={self.rows} L={self.length}"
 
 
-def cases(on_gpu: bool, page_size: int, models: tuple[Heads, ...]) -> Iterator[Case]:
+def cases(on_gpu: bool, page_size: int, models: tuple[Heads, ...], pool_dtype: Any = None) -> Iterator[Case]:
     dtype = jnp.bfloat16 if on_gpu else jnp.float32
+    pool_dtype = dtype if pool_dtype is None else pool_dtype
     decodes = [(b, n) for b in (1, 8, 64, 256) for n in (512, 2048, 8192, 32768)] if on_gpu else [(2, 40), (1, 600)]
     extends = [(1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (8, 256, 2048)] if on_gpu else [(2, 20, 70)]
     for heads in models:
         for rows, chunk, length in [*((b, 1, n) for b, n in decodes), *extends]:
-            one = Case(heads, rows, length, chunk, page_size, dtype, 1)
+            one = Case(heads, rows, length, chunk, page_size, dtype, pool_dtype, 1)
             layers = max(1, min(16, POOL_BYTES // one.layer_bytes)) if on_gpu else 2
-            yield Case(heads, rows, length, chunk, page_size, dtype, layers)
+            yield Case(heads, rows, length, chunk, page_size, dtype, pool_dtype, layers)
 
 
 @dataclass(frozen=True)
@@ -80,8 +87,8 @@ class Arrays:
     """A case's arguments, on the device."""
 
     q: jax.Array
-    k_pages: jax.Array
-    v_pages: jax.Array
+    k_pages: pk.Pages
+    v_pages: pk.Pages
     table: jax.Array
     cu_q_lens: jax.Array
     lengths: jax.Array
@@ -94,12 +101,18 @@ class Arrays:
         keys = jax.random.split(jax.random.key(0), 3)
         pool = (case.layers * pages, case.page_size, case.heads.kv_heads, case.heads.dim)
         draw = jax.jit(partial(jax.random.normal, dtype=case.dtype), static_argnums=1)
+        is_quantized = jnp.dtype(case.pool_dtype).name in QUANTIZED
+        drawn = (draw(key, pool) for key in keys[1:])
+        k_pages, v_pages = (
+            jax.jit(quantized, static_argnums=1)(x, case.pool_dtype) if is_quantized else x.astype(case.pool_dtype)
+            for x in drawn
+        )
         order = np.random.default_rng(0).permutation(pages).reshape(case.rows, columns)
         tokens = case.rows * case.chunk
         return cls(
             q=draw(keys[0], (tokens, case.heads.heads, case.heads.dim)),
-            k_pages=draw(keys[1], pool),
-            v_pages=draw(keys[2], pool),
+            k_pages=k_pages,
+            v_pages=v_pages,
             table=jnp.asarray(order, jnp.int32),
             cu_q_lens=jnp.arange(0, tokens + 1, case.chunk, dtype=jnp.int32),
             lengths=jnp.full((case.rows,), case.length, jnp.int32),
@@ -123,7 +136,7 @@ def upstream(case: Case, arrays: Arrays, layer: int, q: jax.Array, pools: Any) -
 
 
 def chain(case: Case, arrays: Arrays, attend: Attention) -> Callable[..., jax.Array]:
-    def run(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array) -> jax.Array:
+    def run(q: jax.Array, k_pages: pk.Pages, v_pages: pk.Pages) -> jax.Array:
         for layer in range(case.layers):
             q = attend(case, arrays, layer, q, (k_pages, v_pages))
         return q
@@ -181,7 +194,7 @@ def measure(case: Case, interpret: bool, repeats: int, bandwidth: float) -> dict
 
 
 def _upstream_microseconds(case: Case, per_call: Callable[[Attention], float], interpret: bool) -> float | str:
-    if interpret or not case.is_decode:
+    if interpret or not case.is_decode or case.pool_dtype != case.dtype:
         return ""
     try:
         return per_call(upstream) * 1e6
@@ -193,6 +206,8 @@ def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("--page-size", type=int, default=16)
     options.add_argument("--repeats", type=int, default=20)
+    kv_help = "of the pools; else that of the queries"
+    options.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES[1:], help=kv_help)
     options.add_argument("--model", choices=[heads.name for heads in MODELS], help="only the heads of this one")
     args = options.parse_args()
     device = jax.devices()[0]
@@ -201,7 +216,8 @@ def main() -> None:
     bandwidth = copy_bandwidth((4 << 30) if on_gpu else (1 << 22), repeats)
     rate = matrix_rate(8192 if on_gpu else 128, repeats)
     models = tuple(heads for heads in MODELS if args.model in (None, heads.name))
-    rows = [measure(case, not on_gpu, repeats, bandwidth) for case in cases(on_gpu, args.page_size, models)]
+    kv_dtype = resolve_kv_dtype(args.kv_cache_dtype, jnp.dtype(jnp.bfloat16)) if args.kv_cache_dtype else None
+    rows = [measure(case, not on_gpu, repeats, bandwidth) for case in cases(on_gpu, args.page_size, models, kv_dtype)]
     note = f"copy {bandwidth / 1e9:.0f} GB/s, product {rate / 1e12:.1f} TFLOP/s on {device.device_kind}"
     if not on_gpu:
         note += "; interpreted without a GPU: the times mean nothing"

@@ -14,6 +14,7 @@ from jaxoverlap.scheduler.config import SchedulerConfig
 
 ATTENTION = ("auto", "xla", "triton")
 DTYPES = ("auto", "float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 SCHEDULES = ("overlap", "timeslice", "serial")
 MAX_PREFILL_ROWS = 16
 
@@ -47,7 +48,10 @@ class EngineConfig:
     Attributes:
       model: a folder with safetensors, a ``.gguf`` file or a Hugging Face hub id. None is the embedded default,
         SmolLM2-135M-Instruct.
-      dtype: of weights, activations and KV pages. "auto" is float32 on a CPU, bfloat16 on a GPU.
+      dtype: of weights and activations. "auto" is float32 on a CPU, bfloat16 on a GPU.
+      kv_cache_dtype: of KV pages; "auto" is `dtype`. "fp8" (e4m3) and "int8" take about half the memory of bfloat16:
+        codes of 8 bits, and a float32 scale for each position and KV head. docs/kernels.md has what they cost in
+        accuracy.
       max_model_len: longest prompt + outputs in tokens; None is the model's own.
       max_running: requests that decode together at most; None is 32 on a CPU, 256 on a GPU.
       max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
@@ -91,6 +95,7 @@ class EngineConfig:
 
     model: str | PathLike[str] | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto"
     max_model_len: int | None = None
     max_running: int | None = None
     max_batched_tokens: int | None = None
@@ -123,6 +128,7 @@ class EngineConfig:
         if self.num_pages is not None and self.kv_memory_gib is not None:
             raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("schedule", self.schedule, SCHEDULES)
         if self.attention == "mosaic":
             raise UnsupportedError("attention: 'mosaic' is not in this build; use 'auto', 'xla' or 'triton'")

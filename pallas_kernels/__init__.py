@@ -2,7 +2,8 @@
 
 Pools are flat over layers: `k_pages` and `v_pages` are [N, S, K, D] with N = L*P
 pages of S positions. A layer is reached by adding `layer * P` to a page id, never
-by slicing the pool, so a donated pool is never copied.
+by slicing the pool, so a donated pool is never copied. They are plain arrays, or `QuantizedPages`: codes of 8 bits
+(int8 or float8) with a scale for each position and KV head, which writes make and attention undoes.
 
     write_kv             new keys and values into their slots
     rope_and_write_kv    the same from the QKV product, with queries and keys rotated on the way
@@ -32,12 +33,15 @@ import jax.numpy as jnp
 from pallas_kernels import _validate, triton, xla, xla_draw
 from pallas_kernels.choice import AttentionShape, Choice, best_implementation, why_not
 from pallas_kernels.errors import IMPLEMENTATIONS, ImplementationNotAvailable
+from pallas_kernels.pages import Pages, QuantizedPages
 
 __all__ = [
     "IMPLEMENTATIONS",
     "AttentionShape",
     "Choice",
     "ImplementationNotAvailable",
+    "Pages",
+    "QuantizedPages",
     "best_implementation",
     "decode_attention",
     "draw_tokens",
@@ -48,7 +52,7 @@ __all__ = [
 ]
 
 
-def _require(implementation: str, heads: int, k_pages: jax.Array, interpret: bool) -> None:
+def _require(implementation: str, heads: int, k_pages: Pages, interpret: bool) -> None:
     _, size, kv_heads, dim = k_pages.shape
     reason = why_not(implementation, AttentionShape(heads, kv_heads, dim, size, k_pages.dtype))
     if reason is not None:
@@ -58,20 +62,20 @@ def _require(implementation: str, heads: int, k_pages: jax.Array, interpret: boo
 
 
 def write_kv(
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     k: jax.Array,
     v: jax.Array,
     slots: jax.Array,
     *,
     implementation: str = "xla",
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Pages, Pages]:
     """Write T new keys and values into the pools; in place where the pools are donated.
 
     Args:
-      k_pages, v_pages: [N, S, K, D], float32, bfloat16 or float16.
-      k, v: [T, K, D], cast to the dtype of the pools.
+      k_pages, v_pages: [N, S, K, D], float32, bfloat16 or float16, or both `QuantizedPages`.
+      k, v: [T, K, D], cast to the dtype of the pools, or quantised (`pages.quantize`).
       slots: int32 [T], global slot `page_id * S + offset` with the layer's offset in
         page_id. N*S and above drops the write. Never negative; slots below N*S are
         distinct. N*S stays below 2**31, so a slot never overflows.
@@ -88,8 +92,8 @@ def write_kv(
 
 def rope_and_write_kv(
     qkv: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     cos: jax.Array,
     sin: jax.Array,
     slots: jax.Array,
@@ -98,7 +102,7 @@ def rope_and_write_kv(
     norm_eps: float = 0.0,
     implementation: str = "xla",
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages, Pages]:
     """Everything between the QKV product and attention: rotated keys and the values are written into the pools.
 
     Rotary embedding (Su et al. 2021, arXiv:2104.09864) turns dimension i against i + D/2 in float32.
@@ -124,8 +128,8 @@ def rope_and_write_kv(
 @overload
 def decode_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     arrivals: None = None,
@@ -140,8 +144,8 @@ def decode_attention(
 @overload
 def decode_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     arrivals: jax.Array,
@@ -155,8 +159,8 @@ def decode_attention(
 ) -> tuple[jax.Array, jax.Array]: ...
 def decode_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     arrivals: jax.Array | None = None,
@@ -187,7 +191,8 @@ def decode_attention(
       softcap: bounds the scaled scores, `softcap * tanh(score / softcap)`. None: no bound.
 
     Returns:
-      [B, H, D] in q's dtype; zeros for rows of length 0. Softmax in float32. With arrivals, (that, arrivals).
+      [B, H, D] in q's dtype; zeros for rows of length 0. Softmax in float32. Over quantised pools "triton" multiplies
+      in bfloat16, or in float32 where q is. With arrivals, (that, arrivals).
     """
     _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window, softcap)
     _validate.check_decode(q, k_pages, page_table, arrivals)
@@ -205,8 +210,8 @@ def decode_attention(
 
 def extend_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     cu_q_lens: jax.Array,
     seq_lens: jax.Array,

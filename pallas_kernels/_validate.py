@@ -8,11 +8,13 @@ at no cost per step. Values (ids, lengths) are the caller's to guarantee.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pages import Pages, QuantizedPages
+
 FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 MAX_SLOTS = 2**31 - 1
 
 
-def _fail(name: str, x: jax.Array, allowed: str) -> None:
+def _fail(name: str, x: Pages, allowed: str) -> None:
     raise ValueError(f"{name}: got {x.dtype}{list(x.shape)}, allowed is {allowed}")
 
 
@@ -28,10 +30,14 @@ def _int32(ndim: int, **arrays: jax.Array) -> None:
             _fail(name, x, f"int32 of rank {ndim}")
 
 
-def check_pools(k_pages: jax.Array, v_pages: jax.Array) -> None:
-    """Both pools are [N, S, K, D] of one float dtype, with N*S addressable in int32."""
-    _floats(k_pages=k_pages, v_pages=v_pages)
-    if k_pages.ndim != 4 or 0 in k_pages.shape:
+def check_pools(k_pages: Pages, v_pages: Pages) -> None:
+    """Both pools are [N, S, K, D] of one dtype, with N*S addressable in int32."""
+    for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+        if isinstance(pages, QuantizedPages):
+            _check_quantized(name, pages)
+        elif pages.dtype not in FLOATS:
+            _fail(name, pages, "float32, bfloat16, float16 or QuantizedPages")
+    if len(k_pages.shape) != 4 or 0 in k_pages.shape:
         _fail("k_pages", k_pages, "[N, S, K, D], no axis empty")
     if v_pages.shape != k_pages.shape or v_pages.dtype != k_pages.dtype:
         _fail("v_pages", v_pages, f"that of k_pages, {k_pages.dtype}{list(k_pages.shape)}")
@@ -40,7 +46,15 @@ def check_pools(k_pages: jax.Array, v_pages: jax.Array) -> None:
         _fail("k_pages", k_pages, f"N*S <= {MAX_SLOTS}, so that a slot fits int32")
 
 
-def check_write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array) -> None:
+def _check_quantized(name: str, pages: QuantizedPages) -> None:
+    codes, scales = pages.codes, pages.scales
+    if codes.dtype not in (jnp.int8, jnp.uint8):
+        _fail(f"{name}.codes", codes, "int8, or uint8 for the bits of float8_e4m3fn")
+    if scales.dtype != jnp.float32 or scales.shape != (codes.shape[0], *codes.shape[2:0:-1]):
+        _fail(f"{name}.scales", scales, f"float32 [N, K, S], from codes {list(codes.shape)} [N, S, K, D]")
+
+
+def check_write(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> None:
     check_pools(k_pages, v_pages)
     _floats(k=k, v=v)
     _int32(1, slots=slots)
@@ -52,8 +66,8 @@ def check_write(k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Arr
 
 def check_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     page_offset: int,
@@ -79,7 +93,7 @@ def check_attention(
         raise ValueError(f"softcap: got {softcap!r}, allowed is None or a positive number")
 
 
-def check_decode(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, arrivals: jax.Array | None) -> None:
+def check_decode(q: jax.Array, k_pages: Pages, page_table: jax.Array, arrivals: jax.Array | None) -> None:
     if q.shape[0] != page_table.shape[0]:
         _fail("q", q, f"{page_table.shape[0]} rows, those of page_table")
     if arrivals is not None:
@@ -90,8 +104,8 @@ def check_decode(q: jax.Array, k_pages: jax.Array, page_table: jax.Array, arriva
 
 def check_rope(
     qkv: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     cos: jax.Array,
     sin: jax.Array,
     slots: jax.Array,

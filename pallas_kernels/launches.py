@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import pallas_kernels as pk
 from pallas_kernels.aot import TARGETS, compile_for, spec
+from pallas_kernels.pages import abstract
 from pallas_kernels.shapes import HEADS, Heads
 
 ROWS, LONG_ROWS, TOKENS, PAGES, COLUMNS = 64, 4, 512, 4096, 128
@@ -34,11 +35,12 @@ class Launch:
         return f"{self.kernel} {self.case}"
 
 
-def launches(heads: Heads, dtype: Any, page_size: int) -> Iterator[Launch]:
+def launches(heads: Heads, dtype: Any, page_size: int, pool_dtype: Any = None) -> Iterator[Launch]:
     """All kernels for a model's heads. Decode twice: rows enough for a GPU, and few that must be split."""
     h, k, d = heads.heads, heads.kv_heads, heads.dim
-    dtype, case = jnp.dtype(dtype), f"{heads.name} {jnp.dtype(dtype)} page {page_size}"
-    pool = spec((2 * PAGES, page_size, k, d), dtype)
+    dtype, pool_dtype = jnp.dtype(dtype), jnp.dtype(pool_dtype or dtype)
+    case = f"{heads.name} {pool_dtype} page {page_size}"
+    pool = abstract((2 * PAGES, page_size, k, d), pool_dtype)
     options: dict[str, Any] = {"page_offset": PAGES, "scale": d**-0.5, "implementation": "triton"}
 
     def ints(*shape: int) -> Any:
@@ -89,6 +91,14 @@ def all_launches() -> Iterator[Launch]:
         (Heads("g8-wide", 16, 2, 256), jnp.bfloat16, 16),
     ):
         yield from launches(heads, dtype, page_size)
+    for heads, pool_dtype in (
+        (HEADS[0], "int8"),
+        (HEADS[0], "float8_e4m3fn"),
+        (HEADS[3], "int8"),
+        (HEADS[5], "int8"),
+        (HEADS[5], "float8_e4m3fn"),
+    ):
+        yield from launches(heads, jnp.bfloat16, 16, pool_dtype)
 
 
 def main() -> None:

@@ -13,9 +13,12 @@ import numpy as np
 
 import pallas_kernels as pk
 from pallas_kernels.choice import AttentionShape
+from pallas_kernels.pages import QUANTIZED, Pages, QuantizedPages, dequantize, quantized
 
 TOLERANCE = 0.02
-"""Of the largest number of a result: bfloat16 and TF32 differ by less, and a kernel that is wrong by more."""
+"""Of the largest number of a result: bfloat16 and TF32 differ by less, and a kernel that is wrong by more. Beside
+quantised pools a code more: where a number lies between two, its last bit decides."""
+_CODE = {"int8": 1 / 127, "float8_e4m3fn": 32 / 448}
 
 _PARTS = ("rotation", "the keys' write", "the values' write", "decode attention", "extend attention", "the draw")
 """What is compared; what is wrong first is told."""
@@ -41,16 +44,18 @@ def disagreement(
             }
     except Exception as error:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    tolerance = TOLERANCE + _CODE.get(str(jnp.dtype(shape.dtype)), 0)
     for what, expected, got in zip(_PARTS, results["xla"], results[implementation], strict=True):
         off = np.abs(got - expected).max() / np.abs(expected).max()
-        if not off <= TOLERANCE:  # NaN is wrong too
+        if not off <= tolerance:  # NaN is wrong too
             return f"{what} differs by {off:.2g} of its largest number"
     return None
 
 
 def _results(shape: AttentionShape, **options: Any) -> list[np.ndarray]:
     """float32, as `_PARTS` has them."""
-    size, dtype = shape.page_size, shape.dtype
+    size, is_quantized = shape.page_size, str(jnp.dtype(shape.dtype)) in QUANTIZED
+    dtype = jnp.bfloat16 if is_quantized else shape.dtype
     rng = np.random.default_rng(0)
     counts = [-(-length // size) for length in _LENGTHS]
     columns, pages = max(counts), sum(counts) + 3
@@ -68,18 +73,20 @@ def _results(shape: AttentionShape, **options: Any) -> list[np.ndarray]:
     def normal(*dims: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(dims, np.float32)).astype(dtype)
 
-    pools = [normal(pages, size, shape.kv_heads, shape.head_dim) for _ in "kv"]
+    numbers = [normal(pages, size, shape.kv_heads, shape.head_dim) for _ in "kv"]
+    pools = [quantized(pool, shape.dtype) if is_quantized else pool for pool in numbers]
     angles = position[:, None] / 10_000.0 ** (np.arange(shape.head_dim // 2) / (shape.head_dim // 2))
     phases = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
     @functools.partial(jax.jit, compiler_options=_COMPILER_OPTIONS if options["interpret"] else None)
-    def run(qkv: jax.Array, queries: jax.Array, k: jax.Array, v: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    def run(qkv: jax.Array, queries: jax.Array, k: Pages, v: Pages, *arrays: jax.Array) -> list[jax.Array]:
         cos, sin, slots, table, lengths, cu_q_lens = arrays
         q, k, v = pk.rope_and_write_kv(qkv, k, v, cos, sin, slots, **options)
         attend: dict[str, Any] = {"page_offset": 0, "scale": shape.head_dim**-0.5, **options}
         decoded = pk.decode_attention(queries, k, v, table, lengths, **attend)
         extended = pk.extend_attention(q, k, v, table, cu_q_lens, lengths, **attend)
-        return [q, k, v, decoded, extended, _drawn(**options)]
+        pools = [dequantize(pool) if isinstance(pool, QuantizedPages) else pool for pool in (k, v)]
+        return [q, *pools, decoded, extended, _drawn(**options)]
 
     cu_q_lens = np.array([0, *ends], np.int32)
     queries = normal(len(_LENGTHS), shape.heads, shape.head_dim)

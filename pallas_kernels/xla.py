@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.pages import Pages, read, write
 from pallas_kernels.tiling import blocks, tile_map
 
 DECODE_ROWS = 8  # rows in a decode tile
@@ -42,16 +43,11 @@ NARROW_BLOCK = 256
 _FLOOR = float(jnp.finfo(jnp.float32).min)
 
 
-def write_kv(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def write_kv(k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array) -> tuple[Pages, Pages]:
     """Scatter by [page, offset]. Flattening the pool to index it by slot copies it when T is 1."""
     size = jnp.int32(k_pages.shape[1])
     at = (lax.div(slots, size), lax.rem(slots, size))
-    return (
-        k_pages.at[at].set(k.astype(k_pages.dtype), mode="drop"),
-        v_pages.at[at].set(v.astype(v_pages.dtype), mode="drop"),
-    )
+    return write(k_pages, *at, k), write(v_pages, *at, v)
 
 
 def _rows(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
@@ -73,10 +69,6 @@ def _lowest_visible(positions: jax.Array, window: int | None) -> jax.Array:
     return jnp.zeros_like(positions) if window is None else jnp.maximum(positions - jnp.int32(window - 1), 0)
 
 
-def _get(pool: jax.Array, at: tuple[jax.Array, jax.Array]) -> jax.Array:
-    return pool.at[at].get(mode="promise_in_bounds").astype(jnp.float32)
-
-
 def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
     return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
 
@@ -94,15 +86,15 @@ def _online(
 
 def rope_and_write_kv(
     qkv: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     cos: jax.Array,
     sin: jax.Array,
     slots: jax.Array,
     qk_norms: jax.Array | None = None,
     *,
     norm_eps: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages, Pages]:
     """The same sums in the same order as the kernel's, each rounded to qkv's dtype where it rounds."""
     tokens = len(qkv)
     _, _, kv_heads, dim = k_pages.shape
@@ -128,8 +120,8 @@ def _rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 def decode_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -167,11 +159,11 @@ def decode_attention(
         def step(j: jax.Array, state: tuple) -> tuple:
             positions = lowest[:, None] + (j * block + jnp.arange(block, dtype=jnp.int32))[None, :]
             at = _locate(table, jnp.minimum(positions, last), page_offset, pages, size)
-            keys = _get(k_pages, at).reshape(tile, block, wide)
+            keys = read(k_pages, *at).reshape(tile, block, wide)
             scores = _capped(jnp.einsum("whd,wxd->whx", q_tile, keys), softcap)
             scores = jnp.where((positions < length[:, None])[:, None, :], scores, _FLOOR)
             top, total, acc, weights = _online(state, scores)
-            values = _get(v_pages, at).reshape(tile, block, wide)
+            values = read(v_pages, *at).reshape(tile, block, wide)
             return top, total, acc + jnp.einsum("whx,wxd->whd", weights, values)
 
         init = (
@@ -196,8 +188,8 @@ def decode_attention(
 
 def extend_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     cu_q_lens: jax.Array,
     seq_lens: jax.Array,
@@ -229,7 +221,7 @@ def extend_attention(
             positions = j * block + jnp.arange(block, dtype=jnp.int32)
             inside = jnp.clip(positions, lowest, length - 1)[None, :]
             at = _locate(table, inside, page_offset, pages, size)
-            keys, values = _get(k_pages, at)[0], _get(v_pages, at)[0]
+            keys, values = read(k_pages, *at)[0], read(v_pages, *at)[0]
             seen = positions[None, :] <= own[:, None]
             if window is not None:
                 seen &= positions[None, :] >= _lowest_visible(own, window)[:, None]

@@ -55,25 +55,32 @@ def scheduler_config(**changes: Any) -> SchedulerConfig:
 
 
 @functools.cache
-def _compiled(config: SchedulerConfig, model: ModelConfig) -> dict:
+def _compiled(config: SchedulerConfig, model: ModelConfig, kv_dtype: str | None) -> dict:
     """Filled as tests need it."""
     return {}
 
 
-def make_runner(model: ModelConfig = CONFIG, *, warm: bool = False, **changes: Any) -> DeviceRunner:
+def make_runner(
+    model: ModelConfig = CONFIG, *, warm: bool = False, kv_dtype: str | None = None, **changes: Any
+) -> DeviceRunner:
     """Compiles what a test needs, unless other tests have; `warm` compiles all of it first, as the engine does."""
     config = scheduler_config(**changes)
-    runner = DeviceRunner(model, weights(), config, dtype=jnp.float32)
-    runner.executables._compiled = _compiled(config, model)
+    runner = DeviceRunner(model, weights(), config, dtype=jnp.float32, kv_dtype=kv_dtype)
+    runner.executables._compiled = _compiled(config, model, kv_dtype)
     if warm:
         runner.warm_up()
     return runner
 
 
 def make_engine(
-    lookahead: int = 1, model: ModelConfig = CONFIG, *, warm: bool = False, **changes: Any
+    lookahead: int = 1,
+    model: ModelConfig = CONFIG,
+    *,
+    warm: bool = False,
+    kv_dtype: str | None = None,
+    **changes: Any,
 ) -> tuple[Engine, DeviceRunner]:
-    runner = make_runner(model, warm=warm, **changes)
+    runner = make_runner(model, warm=warm, kv_dtype=kv_dtype, **changes)
     engine = Engine(scheduler_config(**changes), runner, lookahead=lookahead, eos_token_ids=(EOS_ID,))
     return engine, runner
 

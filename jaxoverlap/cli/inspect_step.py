@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxoverlap.cli.command import FAILED, OK, SOME_FAILED, say
+from jaxoverlap.config import KV_CACHE_DTYPES
 
 Gpu = Annotated[str, typer.Option("--gpu", metavar="h200|a100|l4", help="Which one.")]
 Model = Annotated[
@@ -21,6 +22,14 @@ Model = Annotated[
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows that decode.")]
 PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=0, help="Prompt tokens beside them.")]
 Attention = Annotated[str, typer.Option("--attention", metavar="triton|xla", help="Who computes attention.")]
+KvCacheDtype = Annotated[
+    str,
+    typer.Option(
+        "--kv-cache-dtype",
+        metavar="auto|float32|bfloat16|float16|fp8|int8",
+        help="Of KV pages; auto is bfloat16, as the weights are.",
+    ),
+]
 NumPages = Annotated[int, typer.Option("--num-pages", min=1, help="KV pages.")]
 PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens in a KV page.")]
 
@@ -31,6 +40,7 @@ def inspect_step(
     rows: Rows = 64,
     prompt_tokens: PromptTokens = 0,
     attention: Attention = "triton",
+    kv_cache_dtype: KvCacheDtype = "auto",
     num_pages: NumPages = 4096,
     page_size: PageSize = 16,
 ) -> int:
@@ -40,11 +50,18 @@ def inspect_step(
     plugin of the installed jax (jax-cuda13-plugin, jax-cuda13-pjrt), but no GPU.
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    import jax.numpy as jnp
+
     from jaxoverlap.model.loading import open_model
     from jaxoverlap.runtime import inspect_step as inspection
+    from jaxoverlap.runtime.row_state import resolve_kv_dtype
     from pallas_kernels.aot import TARGETS, CanNotCompile
 
-    for name, value, allowed in (("gpu", gpu, tuple(TARGETS)), ("attention", attention, ("triton", "xla"))):
+    for name, value, allowed in (
+        ("gpu", gpu, tuple(TARGETS)),
+        ("attention", attention, ("triton", "xla")),
+        ("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES),
+    ):
         if value not in allowed:
             say(f"error: {name}: {value!r} is not allowed; use one of {', '.join(allowed)}")
             return FAILED
@@ -57,6 +74,7 @@ def inspect_step(
             config,
             TARGETS[gpu],
             attention=attention,
+            kv_dtype=resolve_kv_dtype(kv_cache_dtype, jnp.dtype(jnp.bfloat16)),
             decode_rows=rows,
             prompt_tokens=prompt_tokens,
             num_pages=num_pages,

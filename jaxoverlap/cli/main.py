@@ -11,6 +11,7 @@ import typer.core
 
 from jaxoverlap import __version__
 from jaxoverlap.cli import client, trace
+from jaxoverlap.cli.autotune import autotune
 from jaxoverlap.cli.batch import batch
 from jaxoverlap.cli.bench import bench
 from jaxoverlap.cli.chat import chat
@@ -60,6 +61,7 @@ app.command("bench")(as_command(bench))
 app.command("simulate")(as_command(simulate))
 app.command("top")(as_command(top))
 app.command("inspect-step")(as_command(inspect_step))
+app.command("autotune")(as_command(autotune))
 app.add_typer(client.app, name="client")
 app.add_typer(trace.app, name="trace")
 

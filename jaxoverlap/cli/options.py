@@ -29,7 +29,14 @@ class EngineOptions:
         str | None,
         _engine(
             metavar="auto|float32|bfloat16",
-            help="Of weights, activations and KV pages. Default: auto, which is float32 on a CPU, bfloat16 on a GPU.",
+            help="Of weights and activations. Default: auto, which is float32 on a CPU, bfloat16 on a GPU.",
+        ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        _engine(
+            metavar="auto|float32|bfloat16|float16|fp8|int8",
+            help="Of KV pages; fp8 and int8 take half the memory of bfloat16. Default: auto, which is that of --dtype.",
         ),
     ] = None
     max_model_len: Annotated[

@@ -47,6 +47,7 @@ class ServerInfo(_Reply):
     Attributes:
       instance_id: new at each start.
       page_size: tokens in a KV page, of which there are num_pages.
+      kv_cache_dtype: of KV pages: float32, bfloat16, float16, fp8 or int8.
       max_running, max_queued: requests that decode together and that may wait, at most.
     """
 
@@ -60,6 +61,7 @@ class ServerInfo(_Reply):
     max_queued: int
     devices: tuple[str, ...]
     schedule: str
+    kv_cache_dtype: str
 
 
 @dataclass(frozen=True, kw_only=True)

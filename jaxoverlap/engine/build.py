@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,9 +16,11 @@ from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
 from jaxoverlap.runtime import compile_cache
 from jaxoverlap.runtime.memory import kv_memory_bytes
+from jaxoverlap.runtime.row_state import KVPages, kv_dtype_name, resolve_kv_dtype
 from jaxoverlap.runtime.runner import DeviceRunner, Progress
 from jaxoverlap.text.grammar_compiler import GrammarCompiler
 from jaxoverlap.text.tokenizer import Tokenizer
+from pallas_kernels.pages import num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +32,8 @@ class BuiltEngine:
     Attributes:
       name: what to call its model; architecture: its kind.
       tokenizer_source: for `Tokenizer.from_source`, where another process needs one.
-      dtype, devices: what computes, in words.
-    The last four are only for servers to tell.
+      dtype, kv_cache_dtype, devices: what computes, in words.
+    The last five are only for servers to tell.
     """
 
     name: str
@@ -42,6 +45,7 @@ class BuiltEngine:
     tokenizer_source: TokenizerSource = Path()
     architecture: str = ""
     dtype: str = ""
+    kv_cache_dtype: str = ""
     devices: tuple[str, ...] = ()
 
 
@@ -61,20 +65,21 @@ def build_engine(
     tokenizer = Tokenizer.from_source(files.tokenizer_source)
     shape = files.config
     weights = jax.device_put(load_weights(files, dtype).weights, device)
-    page_bytes = 2 * shape.num_layers * config.page_size * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     resolved = config.resolve(
         platform=device.platform,
         vocab_size=shape.vocab_size,
         model_len=shape.max_position_embeddings,
-        page_bytes=page_bytes,
+        page_bytes=num_bytes(KVPages.abstract(shape, 1, config.page_size, kv_dtype)),
         kv_memory_bytes=kv_memory_bytes(config, device),
         window=shape.window,
         context_per_token=context_per_token(shape),
     )
-    logger.info("%s on %s: %s", dtype.name, device, resolved.describe())
+    logger.info("%s, KV %s, on %s: %s", dtype.name, kv_dtype_name(kv_dtype), device, resolved.describe())
     if resolved.shortfall:
         logger.warning(resolved.shortfall)
-    runner = DeviceRunner(shape, weights, resolved.scheduler, dtype=dtype, attention=resolved.attention, device=device)
+    options: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "attention": resolved.attention}
+    runner = DeviceRunner(shape, weights, resolved.scheduler, device=device, **options)
     if warm_up:
         runner.warm_up(progress)
     engine = Engine(
@@ -94,6 +99,7 @@ def build_engine(
         tokenizer_source=files.tokenizer_source,
         architecture=shape.family,
         dtype=dtype.name,
+        kv_cache_dtype=kv_dtype_name(kv_dtype),
         devices=(device.device_kind,),
     )
 

@@ -88,6 +88,7 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
         max_queue=scheduler.max_queue,
         eos_token_ids=list(built.engine.eos_token_ids),
         dtype=built.dtype,
+        kv_cache_dtype=built.kv_cache_dtype,
         devices=list(built.devices),
         schedule=built.resolved.schedule,
         capabilities=built.engine.supported_parameters,

@@ -43,7 +43,7 @@ class EngineFacts:
     """What a front end needs to know of its engine, and nothing secret.
 
     Attributes:
-      name, architecture, dtype, devices, schedule, capabilities: for `AdminService`.
+      name, architecture, dtype, kv_cache_dtype, devices, schedule, capabilities: for `AdminService`.
       tokenizer_source: for `Tokenizer.from_source`: a folder, or the tokenizer's part of GGUF metadata.
       max_queue: None is no limit.
       capabilities: fields of `SamplingParams` that this build serves.
@@ -59,6 +59,7 @@ class EngineFacts:
     max_queue: int | None
     eos_token_ids: list[int]
     dtype: str
+    kv_cache_dtype: str
     devices: list[str]
     schedule: str
     capabilities: list[str]

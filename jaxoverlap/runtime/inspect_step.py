@@ -23,6 +23,7 @@ from jaxoverlap.runtime.packing import packed_size
 from jaxoverlap.runtime.row_state import KVPages, RowState
 from jaxoverlap.runtime.step import DeviceStep
 from pallas_kernels.aot import Report, Target, compile_for, spec
+from pallas_kernels.pages import num_bytes
 
 MAX_KERNELS = 9
 """Of a layer that decodes: norm, QKV, rope and write, attention, O, norm, gate and up, their product, down."""
@@ -104,6 +105,7 @@ def inspect_step(
     *,
     attention: str = "triton",
     dtype: Any = jnp.bfloat16,
+    kv_dtype: Any = None,
     decode_rows: int = 64,
     prompt_tokens: int = 0,
     num_pages: int = 4096,
@@ -112,6 +114,8 @@ def inspect_step(
     max_running: int = 256,
 ) -> StepReport:
     """Compiles the step of so many decoding rows and prompt tokens; weights and pool need not exist.
+
+    The pool is of `kv_dtype`, or of `dtype` as weights and activations are.
 
     Raises:
       pallas_kernels.aot.CanNotCompile: the machine lacks XLA's compiler for NVIDIA GPUs.
@@ -129,13 +133,13 @@ def inspect_step(
         max_prompt_tokens=prompt_tokens,
         attention=attention,
     )
-    pool: Any = spec((config.num_layers * num_pages, page_size, config.num_kv_heads, config.head_dim), dtype)
+    kv = KVPages.abstract(config, num_pages, page_size, dtype if kv_dtype is None else kv_dtype)
     state = jax.eval_shape(partial(RowState.blank, max_running, pages_per_row, num_pages))
     packed = spec((packed_size(shape, pages_per_row),), jnp.int32)
-    arguments = (abstract_weights(config, jnp.dtype(dtype)), KVPages(pool, pool), state, packed)
+    arguments = (abstract_weights(config, jnp.dtype(dtype)), kv, state, packed)
     options = step.compiler_options
     compiled = compile_for(target, partial(step, shape), *arguments, donate=(1, 2), options=options, ptxas=False)
-    return StepReport(compiled, config.num_layers, 2 * pool.size * pool.dtype.itemsize)
+    return StepReport(compiled, config.num_layers, num_bytes(kv))
 
 
 LLAMA_3_8B = ModelConfig(

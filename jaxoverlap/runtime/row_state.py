@@ -7,11 +7,16 @@ next step takes it from here. It never travels through the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.runtime.packing import ROW_PARAM_WORDS
+from pallas_kernels import Pages
+from pallas_kernels.pages import FLOAT8, abstract
 
 
 @jax.tree_util.register_dataclass
@@ -55,8 +60,26 @@ class KVPages:
     """The KV pool, flat over layers: layer l's page p is page ``l * P + p``.
 
     Attributes:
-      k, v: [L * P, page_size, K, D].
+      k, v: [L * P, page_size, K, D]; plain, or codes and scales.
     """
 
-    k: jax.Array
-    v: jax.Array
+    k: Pages
+    v: Pages
+
+    @classmethod
+    def abstract(cls, config: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> KVPages:
+        """As `jax.ShapeDtypeStruct`s; P pages in each layer."""
+        shape = (config.num_layers * num_pages, page_size, config.num_kv_heads, config.head_dim)
+        return cls(abstract(shape, dtype), abstract(shape, dtype))
+
+
+def resolve_kv_dtype(kv_cache_dtype: str, dtype: np.dtype) -> np.dtype:
+    """What `EngineConfig.kv_cache_dtype` stands for in an engine of `dtype`."""
+    if kv_cache_dtype == "auto":
+        return dtype
+    return FLOAT8 if kv_cache_dtype == "fp8" else jnp.dtype(kv_cache_dtype)
+
+
+def kv_dtype_name(dtype: Any) -> str:
+    """What a user calls it."""
+    return "fp8" if jnp.dtype(dtype) == FLOAT8 else jnp.dtype(dtype).name

@@ -38,7 +38,7 @@ Progress = Callable[[Iterable[Shape], int], Iterable[Shape]]
 
 
 def choose_attention(attention: str, device: jax.Device, config: ModelConfig, page_size: int, dtype: Any) -> str:
-    """The implementation in `pallas_kernels`; says in the log why.
+    """The implementation in `pallas_kernels` for KV pages of `dtype`; says in the log why.
 
     "auto" takes kernels that suit the device and the model once they have agreed with plain XLA there, tried on
     small cases and takes seconds; else plain XLA. The others are taken at their word.
@@ -55,7 +55,7 @@ def choose_attention(attention: str, device: jax.Device, config: ModelConfig, pa
         level = logging.INFO if wrong is None else logging.WARNING
         logger.log(level, "attention: %s, because %s", choice.implementation, choice.reason)
         return choice.implementation
-    reason = why_not(attention, shape)
+    reason = why_not(attention, shape, device)
     if reason is not None:
         raise UnsupportedError(f"attention: {reason}; use 'auto' or 'xla'")
     if attention == "triton" and device.platform == "cpu":
@@ -104,7 +104,10 @@ class LaunchedDeviceStep:
 
 
 class DeviceRunner:
-    """Holds the weights, the pool and the row state of one engine."""
+    """Holds the weights, the pool and the row state of one engine.
+
+    `dtype` is that of weights and activations, `kv_dtype` of KV pages, where it is another: also int8, float8_e4m3fn.
+    """
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class DeviceRunner:
     ) -> None:
         limits = scheduler_config.limits
         self.device = device or jax.devices()[0]
-        pool_dtype = kv_dtype or dtype
+        pool_dtype = dtype if kv_dtype is None else kv_dtype
         self.buckets = Buckets(scheduler_config)
         self.step = DeviceStep(
             config=config,
@@ -135,8 +138,8 @@ class DeviceRunner:
         )
         self._weights = jax.device_put(weights, self.device)
         with jax.default_device(self.device):
-            pool = (config.num_layers * limits.num_pages, limits.page_size, config.num_kv_heads, config.head_dim)
-            self._kv = KVPages(*(jax.numpy.zeros(pool, dtype=pool_dtype) for _ in "kv"))
+            pool = KVPages.abstract(config, limits.num_pages, limits.page_size, pool_dtype)
+            self._kv = jax.tree.map(lambda array: jax.numpy.zeros(array.shape, array.dtype), pool)
             self._state = RowState.blank(self.step.num_rows, self.step.pages_per_row, self.step.num_pages)
         self.executables = Executables(self.step, self.buckets, self._weights, self._kv, self._state)
         self._rules = RulesSeats(self.executables, self.step.num_rows, config.vocab_size)

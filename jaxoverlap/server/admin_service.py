@@ -87,6 +87,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             max_queued=facts.max_queue,
             devices=facts.devices,
             schedule=facts.schedule,
+            kv_cache_dtype=facts.kv_cache_dtype,
         )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadResponse:

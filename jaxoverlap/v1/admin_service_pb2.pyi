@@ -37,7 +37,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "api_version", "instance_id", "uptime_seconds", "page_size", "num_pages", "max_running", "max_queued", "devices", "schedule")
+    __slots__ = ("version", "api_version", "instance_id", "uptime_seconds", "page_size", "num_pages", "max_running", "max_queued", "devices", "schedule", "kv_cache_dtype")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class GetServerInfoResponse(_message.Message):
     MAX_QUEUED_FIELD_NUMBER: _ClassVar[int]
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     SCHEDULE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     version: str
     api_version: str
     instance_id: str
@@ -58,7 +59,8 @@ class GetServerInfoResponse(_message.Message):
     max_queued: int
     devices: _containers.RepeatedScalarFieldContainer[str]
     schedule: str
-    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queued: _Optional[int] = ..., devices: _Optional[_Iterable[str]] = ..., schedule: _Optional[str] = ...) -> None: ...
+    kv_cache_dtype: str
+    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., uptime_seconds: _Optional[float] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queued: _Optional[int] = ..., devices: _Optional[_Iterable[str]] = ..., schedule: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ...) -> None: ...
 
 class GetLoadRequest(_message.Message):
     __slots__ = ()

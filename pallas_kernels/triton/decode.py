@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.pages import Pages
 from pallas_kernels.triton.common import (
     FLOOR,
     LOG2_E,
@@ -27,18 +28,15 @@ from pallas_kernels.triton.common import (
     Scores,
     Softmax,
     attend,
-    block_size,
     call,
     cdiv,
     div,
     no_weight,
     plt,
-    power_of_two,
+    problem_of,
 )
+from pallas_kernels.tuning import SPLIT_POSITIONS, Tiling, power_of_two, tiling
 
-PROGRAMS = 4 * 132  # four for each multiprocessor of an H200
-SPLIT_POSITIONS = 256  # fewer are not worth a program of their own
-MAX_SPLITS = 64
 COMBINED_TOGETHER = 8192  # numbers that the last program adds up at once
 
 
@@ -48,7 +46,9 @@ class Tiles:
 
     group: int
     dim: int
+    queries: int
     block: int
+    dtype: Any
     splits: int
     page_offset: int
     window: int | None
@@ -58,12 +58,6 @@ class Tiles:
     @property
     def lanes(self) -> int:
         return power_of_two(self.dim)
-
-
-def num_splits(rows: int, kv_heads: int, capacity: int, window: int | None) -> int:
-    """Programs for the longest context there can be: enough to fill a GPU, none with too little to do."""
-    longest = capacity if window is None else min(capacity, window)
-    return max(1, min(-(-PROGRAMS // (rows * kv_heads)), -(-longest // SPLIT_POSITIONS), MAX_SPLITS))
 
 
 def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) -> None:
@@ -76,12 +70,12 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) 
     per_split = jnp.maximum(cdiv(blocks, tiles.splits), least)
     active = cdiv(blocks, per_split)  # 0 for a row of length 0
 
-    group = lax.iota(jnp.int32, max(16, power_of_two(tiles.group)))
+    group = lax.iota(jnp.int32, tiles.queries)
     lanes = lax.iota(jnp.int32, tiles.lanes)
     heads = head * tiles.group + group
     real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
-    q = plt.load(q_ref.at[row, heads[:, None], lanes[None, :]], mask=real, other=0.0).astype(k_ref.dtype)
-    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block)
+    q = plt.load(q_ref.at[row, heads[:, None], lanes[None, :]], mask=real, other=0.0).astype(tiles.dtype)
+    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block, tiles.dtype)
 
     def step(index: jax.Array, state: Softmax) -> Softmax:
         positions, k, v = context.load(index, lowest, length)
@@ -164,8 +158,8 @@ def _combine(
 
 def decode_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     arrivals: jax.Array,
@@ -175,21 +169,24 @@ def decode_attention(
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool = False,
+    tuned: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.decode_attention`; arrivals is int32 [B, K] zeros, and comes back as zeros."""
     rows, heads, dim = q.shape
     _, size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
-    splits = num_splits(rows, kv_heads, page_table.shape[1] * size, window)
-    block = block_size(dim, k_pages.dtype)
-    tiles = Tiles(group, dim, block, splits, page_offset, window, Scores(scale, softcap), interpret)
+    capacity = page_table.shape[1] * size
+    problem = problem_of("decode_attention", q, k_pages, rows, capacity if window is None else min(capacity, window))
+    tuned = tuned or tiling(problem)
+    splits, dtype = tuned.splits, jnp.dtype(problem.dtype)
+    tiles = Tiles(
+        group, dim, tuned.queries, tuned.block, dtype, splits, page_offset, window, Scores(scale, softcap), interpret
+    )
     options: dict[str, Any] = {
         "name": "decode_attention",
         "grid": (rows, kv_heads, splits),
-        # Float32 products and masked lanes take registers; 4 warps would spill there.
-        "num_warps": 4 if k_pages.dtype.itemsize == 2 and dim == tiles.lanes else 8,
-        # What the page table leaves of 5 stages are two buffers, of 3 one.
-        "num_stages": 5 if k_pages.dtype.itemsize == 2 else 3,
+        "num_warps": tuned.num_warps,
+        "num_stages": tuned.num_stages,
         "interpret": interpret,
     }
     kernel = functools.partial(_kernel, tiles=tiles)
@@ -203,7 +200,7 @@ def decode_attention(
         jax.ShapeDtypeStruct((rows, kv_heads, splits, group), jnp.float32),
         jax.ShapeDtypeStruct(arrivals.shape, jnp.int32),
     )
-    aliases = {len(arguments): 3}
+    aliases = {len(jax.tree.leaves(arguments)): 3}
     result, _, _, arrivals = call(kernel, out_shape=shapes, input_output_aliases=aliases, **options)(
         *arguments, arrivals
     )

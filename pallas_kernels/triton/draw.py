@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.common import call, plt, power_of_two
+from pallas_kernels.triton.common import call, plt
+from pallas_kernels.tuning import power_of_two
 
 BLOCK = 4096
 _BELOW_ONE = 1 - 2**-23

@@ -12,30 +12,29 @@ Sources: FlashAttention-2 (Dao 2023, arXiv:2307.08691); queries of one KV head p
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pallas_kernels.pages import Pages
 from pallas_kernels.tiling import tile_map
 from pallas_kernels.triton.common import (
     Context,
     Scores,
     Softmax,
     attend,
-    block_size,
     call,
     cdiv,
     div,
     no_weight,
     plt,
-    power_of_two,
+    problem_of,
     rem,
 )
-
-QUERIES = 64  # rows of a tile: wgmma needs 64, and 128 spill on Ampere
-FLOAT32_TILE = 32, 16  # queries and positions: float32 products do not run on tensor cores, and wider ones spill
+from pallas_kernels.tuning import Tiling, power_of_two, tiling
 
 
 @dataclass(frozen=True)
@@ -46,6 +45,7 @@ class Tiles:
     group: int
     dim: int
     block: int
+    dtype: Any
     page_offset: int
     window: int | None
     scores: Scores
@@ -68,8 +68,8 @@ def _kernel(
     own = (offset < tiles.width) & (first + offset < cu_ref[row + 1])
     real = own[:, None] & (lanes < tiles.dim)[None, :]
     where = ((first + offset)[:, None], (head * tiles.group + member)[:, None], lanes[None, :])
-    q = plt.load(q_ref.at[where], mask=real, other=0.0).astype(k_ref.dtype)
-    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block)
+    q = plt.load(q_ref.at[where], mask=real, other=0.0).astype(tiles.dtype)
+    context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block, tiles.dtype)
 
     at = position + offset
     end = jnp.minimum(position + tiles.width, length)  # at most 0 for padding
@@ -100,8 +100,8 @@ def _kernel(
 
 def extend_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     cu_q_lens: jax.Array,
     seq_lens: jax.Array,
@@ -111,16 +111,16 @@ def extend_attention(
     window: int | None = None,
     softcap: float | None = None,
     interpret: bool = False,
+    tuned: Tiling | None = None,
 ) -> jax.Array:
     """See `pallas_kernels.extend_attention`."""
     tokens, heads, dim = q.shape
     kv_heads = k_pages.shape[2]
     group = heads // kv_heads
-    is_float32 = k_pages.dtype == jnp.float32
-    queries, block = FLOAT32_TILE if is_float32 else (QUERIES, block_size(dim, k_pages.dtype))
-    if group >= 8 and dim > 64:
-        block = min(block, 32)  # an L4 spills beyond
-    tiles = Tiles(queries, group, dim, block, page_offset, window, Scores(scale, softcap))
+    problem = problem_of("extend_attention", q, k_pages, 1, page_table.shape[1] * k_pages.shape[1])
+    tuned = tuned or tiling(problem)
+    scores, dtype = Scores(scale, softcap), jnp.dtype(problem.dtype)
+    tiles = Tiles(tuned.queries, group, dim, tuned.block, dtype, page_offset, window, scores)
     cu_q_lens = jnp.append(cu_q_lens, jnp.int32(tokens))
     seq_lens = jnp.append(seq_lens, jnp.int32(0))
     _, row, first, position = tile_map(cu_q_lens, seq_lens, tokens, tiles.width)
@@ -129,7 +129,7 @@ def extend_attention(
         name="extend_attention",
         grid=(len(row), kv_heads),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        num_warps=8 if is_float32 or dim > 64 else 4,  # what 4 can hold without spilling
-        num_stages=3,
+        num_warps=tuned.num_warps,
+        num_stages=tuned.num_stages,
         interpret=interpret,
     )(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, row, first, position)

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton.common import call, div, plt, power_of_two, rem
+from pallas_kernels.pages import Pages
+from pallas_kernels.triton.common import call, div, plt, rem, store_line
+from pallas_kernels.tuning import power_of_two
 
 
 def _place(slots_ref: Any, pool_ref: Any, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -28,17 +30,17 @@ def _write_kernel(k_ref, v_ref, slots_ref, _k_in, _v_in, k_pages_ref, v_pages_re
     token = pl.program_id(0)
     _, _, kv_heads, dim = k_pages_ref.shape
     page, offset, kept = _place(slots_ref, k_pages_ref, token)
-    heads = lax.iota(jnp.int32, power_of_two(kv_heads))[:, None]
+    heads = lax.iota(jnp.int32, power_of_two(kv_heads))
     lanes = lax.iota(jnp.int32, power_of_two(dim))[None, :]
-    real = (heads < kv_heads) & (lanes < dim)
+    real = heads < kv_heads
     for x_ref, pool_ref in ((k_ref, k_pages_ref), (v_ref, v_pages_ref)):
-        x = plt.load(x_ref.at[token, heads, lanes], mask=real, other=0.0)
-        plt.store(pool_ref.at[page, offset, heads, lanes], x.astype(pool_ref.dtype), mask=real & kept)
+        x = plt.load(x_ref.at[token, heads[:, None], lanes], mask=real[:, None] & (lanes < dim), other=0.0)
+        store_line(pool_ref, page, offset, heads, x, real & kept)
 
 
 def write_kv(
-    k_pages: jax.Array, v_pages: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array, *, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
+    k_pages: Pages, v_pages: Pages, k: jax.Array, v: jax.Array, slots: jax.Array, *, interpret: bool = False
+) -> tuple[Pages, Pages]:
     """See `pallas_kernels.write_kv`."""
     if not len(slots):
         return k_pages, v_pages
@@ -46,8 +48,8 @@ def write_kv(
         _write_kernel,
         name="write_kv",
         grid=slots.shape,
-        out_shape=(_like(k_pages), _like(v_pages)),
-        input_output_aliases={3: 0, 4: 1},
+        out_shape=_like((k_pages, v_pages)),
+        input_output_aliases=_aliases((k, v, slots), (), (k_pages, v_pages)),
         num_warps=4,
         num_stages=1,
         interpret=interpret,
@@ -91,8 +93,7 @@ def _rope_kernel(qkv_ref, cos_ref, sin_ref, slots_ref, *refs: Any, heads: int, n
         qkv_ref.at[token, (one + heads + kv_heads + head) * dim + lanes[None, :]], mask=in_head[None, :], other=0.0
     )
     for pool_ref, x in ((k_pages_ref, k), (v_pages_ref, v)):
-        where = (page, offset, one + head, lanes[None, :])
-        plt.store(pool_ref.at[where], x.astype(pool_ref.dtype), mask=in_head[None, :] & kept)
+        store_line(pool_ref, page, offset, jnp.full((1,), head), x, jnp.full((1,), kept))
 
 
 def _scaled(x: jax.Array, shrink: jax.Array, scale: jax.Array) -> jax.Array:
@@ -101,8 +102,8 @@ def _scaled(x: jax.Array, shrink: jax.Array, scale: jax.Array) -> jax.Array:
 
 def rope_and_write_kv(
     qkv: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     cos: jax.Array,
     sin: jax.Array,
     slots: jax.Array,
@@ -110,7 +111,7 @@ def rope_and_write_kv(
     *,
     norm_eps: float,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Pages, Pages]:
     """See `pallas_kernels.rope_and_write_kv`."""
     tokens = len(slots)
     _, _, kv_heads, dim = k_pages.shape
@@ -124,13 +125,18 @@ def rope_and_write_kv(
         functools.partial(_rope_kernel, heads=heads, norm_eps=eps),
         name="rope_and_write_kv",
         grid=(tokens, kv_heads),
-        out_shape=(q, _like(k_pages), _like(v_pages)),
-        input_output_aliases={len(arguments): 1, len(arguments) + 1: 2},
+        out_shape=(q, *_like((k_pages, v_pages))),
+        input_output_aliases=_aliases(arguments, (q,), (k_pages, v_pages)),
         num_warps=1,
         num_stages=1,
         interpret=interpret,
     )(*arguments, k_pages, v_pages)
 
 
-def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+def _like(pools: tuple[Pages, Pages]) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), pools)
+
+
+def _aliases(arguments: tuple, results: tuple, pools: tuple[Pages, Pages]) -> dict[int, int]:
+    """The pools come in after the arguments and go out after the results, in place."""
+    return {len(arguments) + index: len(results) + index for index in range(len(jax.tree.leaves(pools)))}

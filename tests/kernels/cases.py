@@ -32,10 +32,10 @@ class Case:
     def scale(self) -> float:
         return self.heads.dim**-0.5
 
-    def queries(self, count: int, seed: int = 1) -> jax.Array:
+    def queries(self, count: int, seed: int = 1, dtype: object = None) -> jax.Array:
         shape = (count, self.heads.heads, self.heads.dim)
         values = np.random.default_rng(seed).standard_normal(shape, np.float32)
-        return jnp.asarray(values.astype(self.k_pages.dtype))
+        return jnp.asarray(values.astype(dtype or self.k_pages.dtype))
 
     def live(self, lowest: list[int]) -> np.ndarray:
         """bool [N, S]: the positions that some row of this layer may read, from its `lowest` on."""

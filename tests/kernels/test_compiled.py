@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels.aot import TARGETS, CanNotCompile, compile_for, spec
 from pallas_kernels.launches import LONG_ROWS, all_launches
+from pallas_kernels.pages import num_bytes
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for NVIDIA GPUs is not installed")
 
@@ -31,7 +32,7 @@ def test_a_kernel_fits_the_gpu_without_spilling(target, launch):
     assert shared[0] <= gpu.shared_memory
     assert not report.copies
     pools = [launch.specs[index] for index in launch.donate]
-    assert report.aliased_bytes >= sum(pool.size * pool.dtype.itemsize for pool in pools)
+    assert report.aliased_bytes >= num_bytes(pools)
 
 
 def test_pools_beyond_2_31_elements_are_addressed_in_64_bits():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
+from pallas_kernels import pages
 
 F32 = jnp.float32
 POOL = (12, 16, 3, 64)
@@ -34,6 +35,13 @@ def decode(**changed):
         ({"q": jnp.zeros((2, 9, 64), jnp.int32)}, r"q: got int32.*float32, bfloat16 or float16"),
         ({"v_pages": jnp.zeros((12, 16, 3, 32))}, r"v_pages: .*that of k_pages"),
         ({"v_pages": jnp.zeros(POOL, jnp.bfloat16)}, r"v_pages: got bfloat16"),
+        ({"k_pages": jnp.zeros(POOL, jnp.int8)}, r"k_pages: got int8.*bfloat16, float16 or QuantizedPages"),
+        ({"v_pages": pages.quantized(jnp.zeros(POOL), "int8")}, r"v_pages: got int8.*that of k_pages, float32"),
+        ({"k_pages": pk.QuantizedPages(jnp.zeros(POOL), jnp.zeros((12, 3, 16)))}, r"k_pages.codes: got float32.*int8"),
+        (
+            {"k_pages": pk.QuantizedPages(jnp.zeros(POOL, jnp.int8), jnp.zeros((12, 16, 3)))},
+            r"k_pages.scales: .*float32 \[N, K, S\]",
+        ),
         ({"k_pages": jnp.zeros(POOL[1:])}, r"k_pages: .*\[N, S, K, D\]"),
         ({"page_table": jnp.zeros((3, 4), jnp.int32)}, r"page_table: .*\[2, C >= 1\]"),
         ({"page_table": jnp.zeros((2, 4), jnp.uint32)}, r"page_table: got uint32.*int32 of rank 2"),
@@ -118,7 +126,7 @@ def test_what_is_not_in_the_build_says_so():
         ((9, 3, 60, 16, "bfloat16"), "head dim: got 60, 'triton' takes multiples of 8 from 16 to 256"),
         ((9, 3, 512, 16, "bfloat16"), "head dim: got 512"),
         ((64, 1, 64, 16, "bfloat16"), "query heads for each KV head: got 64, 'triton' takes at most 32"),
-        ((9, 3, 64, 16, "int8"), "dtype of the pools: got int8, allowed is float32, bfloat16, float16"),
+        ((9, 3, 64, 16, "int4"), "dtype of the pools: got int4, 'triton' takes float32, bfloat16, float16, int8"),
     ],
 )
 def test_shapes_that_the_kernels_do_not_take(shape, message):
@@ -147,10 +155,19 @@ def test_the_best_implementation_says_why(device, choice):
     assert pk.best_implementation(SimpleNamespace(**device), pk.AttentionShape(9, 3, 64, 16, "bfloat16")) == choice
 
 
+def test_float8_pools_need_a_newer_gpu_than_int8_pools():
+    gpu = SimpleNamespace(platform="gpu", compute_capability="8.0")
+    shape = pk.AttentionShape(9, 3, 64, 16, "float8_e4m3fn")
+    reason = "float8 pools need compute capability 8.9, this device has 8.0; int8 does not"
+    assert pk.why_not("triton", shape, gpu) == reason and pk.why_not("triton", shape) is None
+    assert pk.best_implementation(gpu, shape) == pk.Choice("xla", reason)
+    assert pk.best_implementation(gpu, pk.AttentionShape(9, 3, 64, 16, "int8")).implementation == "triton"
+
+
 LAYERS, PAGES = 3, 400
 
 
-def chain(kind: str, tokens: int, window: int | None):
+def chain(kind: str, tokens: int, window: int | None, dtype: str):
     """write_kv and attention in each of LAYERS layers, on donated pools."""
 
     def layer(index, q, k_pages, v_pages, k, v, slots, table, lens, cu):
@@ -167,28 +184,33 @@ def chain(kind: str, tokens: int, window: int | None):
         return k_pages, v_pages, q
 
     rows = tokens if kind == "decode" else 2
-    pool = jax.ShapeDtypeStruct((LAYERS * PAGES, 16, 3, 64), F32)
+    pool = pages.abstract((LAYERS * PAGES, 16, 3, 64), dtype)
     ints = [jax.ShapeDtypeStruct(s, jnp.int32) for s in ((tokens,), (rows, 32), (rows,), (rows + 1,))]
     floats = [jax.ShapeDtypeStruct((tokens, h, 64), F32) for h in (9, 3, 3)]
     return jax.jit(step, donate_argnums=(0, 1)).lower(pool, pool, *floats, *ints).compile(), pool
 
 
 @pytest.mark.parametrize(
-    ("kind", "tokens", "window"),
+    ("kind", "tokens", "window", "dtype"),
     [
-        ("decode", 1, None),
-        ("decode", 2, None),
-        ("decode", 16, None),
-        ("decode", 16, 24),
-        ("extend", 32, None),
-        ("extend", 32, 24),
+        ("decode", 1, None, "float32"),
+        ("decode", 2, None, "float32"),
+        ("decode", 16, None, "float32"),
+        ("decode", 16, 24, "float32"),
+        ("extend", 32, None, "float32"),
+        ("extend", 32, 24, "float32"),
+        ("decode", 1, None, "int8"),
+        ("decode", 16, None, "int8"),
+        ("extend", 32, None, "int8"),
+        ("decode", 1, None, "float8_e4m3fn"),
+        ("extend", 32, None, "float8_e4m3fn"),
     ],
 )
-def test_a_donated_pool_is_updated_in_place(kind, tokens, window):
-    compiled, pool = chain(kind, tokens, window)
-    size = int(np.prod(pool.shape)) * 4
-    memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 2 * size
-    assert memory.temp_size_in_bytes < size // 4
-    shape = re.escape(f"f32[{','.join(map(str, pool.shape))}]")
-    assert not re.search(rf"= {shape}\S* copy\(", compiled.as_text())
+def test_a_donated_pool_is_updated_in_place(kind, tokens, window, dtype):
+    compiled, pool = chain(kind, tokens, window, dtype)
+    memory, float32_bytes = compiled.memory_analysis(), int(np.prod(pool.shape)) * 4
+    assert memory.alias_size_in_bytes >= 2 * pages.num_bytes(pool)
+    assert memory.temp_size_in_bytes < min(float32_bytes // 4, pages.num_bytes(pool))
+    for part in jax.tree.leaves(pool):
+        shape = re.escape(f"[{','.join(map(str, part.shape))}]")
+        assert not re.search(rf"= \w+{shape}\S* copy\(", compiled.as_text())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import pallas_kernels as pk
 from pallas_kernels import reference, shapes
-from pallas_kernels.triton.decode import num_splits
+from pallas_kernels.tuning import num_splits
 from tests.kernels import dense
 from tests.kernels.cases import Case, assert_rows_close, make
 from tests.kernels.test_extend import cumulative
@@ -113,10 +113,9 @@ def test_arrivals_come_back_as_zeros_for_the_next_layer():
 
 
 def test_splits_fill_a_gpu_and_no_more():
-    assert num_splits(1, 8, 32768, None) == 64  # all that are allowed
-    assert num_splits(1, 8, 1024, None) == 4  # 256 positions each
-    assert num_splits(1, 8, 32768, 512) == 2  # the window is what a row reads
-    assert num_splits(256, 8, 32768, None) == 1  # rows enough
+    assert num_splits(1, 8, 32768) == 64  # all that are allowed
+    assert num_splits(1, 8, 1024) == 4  # 256 positions each
+    assert num_splits(256, 8, 32768) == 1  # rows enough
 
 
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

@@ -33,6 +33,7 @@ def test_model_and_server_tell_what_they_are(rig):
     assert (server.version, server.api_version, server.instance_id) == (__version__, "v1", "toy")
     assert (server.page_size, server.num_pages, server.max_running) == (4, 600, 4)
     assert 0 < server.uptime_seconds < 600 and list(server.devices) == ["toy"] and server.schedule == "overlap"
+    assert server.kv_cache_dtype == "int8"
 
 
 def test_the_load_rises_and_falls(rig):

@@ -134,7 +134,8 @@ def test_a_model_says_what_it_is_and_a_profile_is_written(served, folder):
     info = caller.admin.GetModelInfo(admin.GetModelInfoRequest())
     assert (info.architecture, info.dtype, info.max_model_len) == ("llama", "float32", 128)
     assert {"logprobs", "structured_output", "n", "stop"} <= set(info.capabilities)
-    assert caller.admin.GetServerInfo(admin.GetServerInfoRequest()).devices
+    server = caller.admin.GetServerInfo(admin.GetServerInfoRequest())
+    assert server.devices and server.kv_cache_dtype == "float32"
     assert caller.admin.StartProfile(admin.StartProfileRequest(steps=5)).trace_dir == str(folder / "trace")
     over_the_wire(served, "profile me", PARAMS["greedy"])
     error = failure_of(caller.admin.StopProfile, admin.StopProfileRequest())  # its steps are over

@@ -206,7 +206,7 @@ def test_server_info_is_what_the_message_has_fields_for(rig):
     info = rig.caller.admin.GetServerInfo(admin.GetServerInfoRequest())
     assert {field.name for field, _ in info.ListFields()} <= {
         *("version", "api_version", "instance_id", "uptime_seconds", "page_size", "num_pages", "max_running"),
-        *("max_queued", "devices", "schedule"),
+        *("max_queued", "devices", "schedule", "kv_cache_dtype"),
     }
     assert str(Path.cwd()) not in str(info) and os.environ.get("HOME", "/root") not in str(info)
     assert services(rig.caller) >= {

@@ -100,6 +100,7 @@ def build_engine(config: EngineConfig, progress: Any = None) -> SimpleNamespace:
         tokenizer_source=tokenizer_folder(),
         architecture="toy",
         dtype="uint64",
+        kv_cache_dtype="int8",
         devices=("toy",),
     )
     BUILT.append(built)
