@@ -20,7 +20,7 @@ Model = Annotated[
 ]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows that decode.")]
 PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=0, help="Prompt tokens beside them.")]
-Attention = Annotated[str, typer.Option("--attention", metavar="triton|xla", help="Who computes attention.")]
+Attention = Annotated[str, typer.Option("--attention", metavar="triton|mosaic|xla", help="Who computes attention.")]
 NumPages = Annotated[int, typer.Option("--num-pages", min=1, help="KV pages.")]
 PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens in a KV page.")]
 
@@ -44,7 +44,7 @@ def inspect_step(
     from jaxoverlap.runtime import inspect_step as inspection
     from pallas_kernels.aot import TARGETS, CanNotCompile
 
-    for name, value, allowed in (("gpu", gpu, tuple(TARGETS)), ("attention", attention, ("triton", "xla"))):
+    for name, value, allowed in (("gpu", gpu, tuple(TARGETS)), ("attention", attention, ("triton", "mosaic", "xla"))):
         if value not in allowed:
             say(f"error: {name}: {value!r} is not allowed; use one of {', '.join(allowed)}")
             return FAILED
