@@ -12,6 +12,7 @@ Sources: warpgroups that load and that compute, FlashAttention-3 (Shah et al. 20
 base 2 over blocks, FlashAttention-2 (Dao 2023, arXiv:2307.08691).
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -95,13 +96,17 @@ class Blocks:
         return math.gcd(self.page_size, self.size)
 
     @property
+    def pieces(self) -> int:
+        return self.size // self.piece
+
+    @property
     def shapes(self) -> tuple[Any, Any]:
         block = tiled((self.stages, self.size, self.dim), self.dtype)
         return block, block
 
     @property
     def barriers(self) -> dict[str, Any]:
-        arrived = plgpu.Barrier(num_arrivals=self.size // self.piece, num_barriers=self.stages)
+        arrived = plgpu.Barrier(num_arrivals=self.pieces, num_barriers=self.stages)
         return {
             "keys_here": arrived,
             "values_here": arrived,
@@ -136,6 +141,11 @@ class Stream:
         """The first position of a block."""
         return (self.first + index) * self.blocks.size
 
+    def is_ragged(self, index: jax.Array) -> jax.Array:
+        """Whether a block reaches beyond what is seen."""
+        start = self.start(index)
+        return (start < self.lowest) | (start + self.blocks.size > self.length)
+
     def slot(self, index: jax.Array) -> jax.Array:
         return lax.rem(index, jnp.int32(self.blocks.stages))
 
@@ -144,16 +154,18 @@ class Stream:
         blocks, size = self.blocks, jnp.int32(self.blocks.page_size)
         pages = lax.div(self.lowest, size), lax.div(jnp.maximum(self.length - 1, 0), size)
 
+        def bring(index: jax.Array, slot: jax.Array, piece: jax.Array, _: None) -> None:
+            offset = piece * blocks.piece
+            position = self.start(index) + offset
+            page = table_ref[row, jnp.clip(lax.div(position, size), *pages)] + blocks.page_offset
+            here, there = pl.ds(page * size + lax.rem(position, size), blocks.piece), pl.ds(offset, blocks.piece)
+            plgpu.copy_gmem_to_smem(k_ref.at[here, head], self.keys.at[slot, there], self.keys_here.at[slot])
+            plgpu.copy_gmem_to_smem(v_ref.at[here, head], self.values.at[slot, there], self.values_here.at[slot])
+
         def fill(index: jax.Array, _: None) -> None:
             slot = self.slot(index)
             pl.when(index >= blocks.stages)(lambda: plgpu.barrier_wait(self.free.at[slot]))
-            for offset in range(0, blocks.size, blocks.piece):
-                position = self.start(index) + offset
-                page = jnp.clip(lax.div(position, size), *pages)
-                at = (table_ref[row, page] + blocks.page_offset) * size + lax.rem(position, size)
-                here, there = pl.ds(at, blocks.piece), pl.ds(offset, blocks.piece)
-                plgpu.copy_gmem_to_smem(k_ref.at[here, head], self.keys.at[slot, there], self.keys_here.at[slot])
-                plgpu.copy_gmem_to_smem(v_ref.at[here, head], self.values.at[slot, there], self.values_here.at[slot])
+            lax.fori_loop(0, blocks.pieces, functools.partial(bring, index, slot), None)
 
         def drain(index: jax.Array, _: None) -> None:
             plgpu.barrier_wait(self.free.at[self.slot(index)])
@@ -173,7 +185,7 @@ class Stream:
                 rows[...] = jnp.where(seen, plgpu.load(rows, layout=WGMMA, optimized=False), jnp.zeros((), rows.dtype))
             plgpu.commit_smem()
 
-        @pl.when((start < self.lowest) | (start + self.blocks.size > self.length))
+        @pl.when(self.is_ragged(index))
         def _() -> None:
             if self.blocks.consumers == 1:
                 write()
@@ -226,8 +238,9 @@ def attend(
     state: Softmax,
     q: Any,
     scores: Scores,
-    seen: Callable[[jax.Array], jax.Array] | None,
+    seen: Callable[[jax.Array], jax.Array],
     *,
+    whole: jax.Array,
     consumer: jax.Array | int,
     weights_ref: Any,
 ) -> Softmax:
@@ -235,7 +248,8 @@ def attend(
 
     Args:
       q: [64, D] in shared memory.
-      seen: from positions [64, X] to which of them a query sees; None: all of them, and nothing is stale.
+      seen: from positions [64, X] to which of them a query sees.
+      whole: every query sees the whole block.
       weights_ref: None where they go to wgmma in registers, which can not be interpreted; then [64, X] in
         shared memory.
     """
@@ -243,9 +257,12 @@ def attend(
     slot, blocks = stream.slot(index), stream.blocks
     plgpu.barrier_wait(stream.keys_here.at[slot])
     logits = scores(product(q, stream.keys.at[slot].transpose((1, 0))))
-    if seen is not None:
+
+    def masked() -> jax.Array:
         position = plgpu.broadcasted_iota(jnp.int32, logits.shape, 1, layout=WGMMA) + stream.start(index)
-        logits = jnp.where(seen(position), logits, FLOOR)
+        return jnp.where(seen(position), logits, FLOOR)
+
+    logits = lax.cond(whole, lambda: logits, masked)
     new = jnp.maximum(top, logits.max(axis=1))
     weights = jnp.exp2(logits - along_rows(new, blocks.size))
     shrink = jnp.exp2(top - new)
@@ -254,8 +271,7 @@ def attend(
     weights = weights.astype(blocks.dtype)
 
     plgpu.barrier_wait(stream.values_here.at[slot])
-    if seen is not None:
-        stream.blank(index, consumer)
+    stream.blank(index, consumer)
     values = stream.values.at[slot]
     if weights_ref is None:
         acc = pl.run_state(lambda acc_ref: plgpu.wgmma(acc_ref, weights, values))(plgpu.ACC.init(acc))

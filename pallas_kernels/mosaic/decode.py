@@ -99,7 +99,8 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, out_ref, *part_refs: Any, 
             return (position >= lowest) & (position < length)
 
         def step(index: jax.Array, state: Softmax) -> Softmax:
-            return attend(stream, index, state, q, tiles.scores, seen, consumer=0, weights_ref=scratch.get("weights"))
+            options = {"whole": ~stream.is_ragged(index), "consumer": 0, "weights_ref": scratch.get("weights")}
+            return attend(stream, index, state, q, tiles.scores, seen, **options)
 
         plgpu.barrier_wait(q_here)
         take(rows, q)

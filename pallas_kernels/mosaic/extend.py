@@ -40,7 +40,7 @@ from pallas_kernels.tiling import tile_map
 
 WIDE_HEAD = 128  # beyond, registers and shared memory hold half as much
 STAGES = 2
-LOADING_REGISTERS, COMPUTING_REGISTERS = 40, 232  # of three warpgroups that start with 168 each
+LOADING_REGISTERS, COMPUTING_REGISTERS = 24, 240  # of three warpgroups that start with 168 each
 EIGHT = 8  # queries that are stored together
 
 
@@ -83,12 +83,16 @@ def _kernel(
     tile, head, warpgroup = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
     blocks, group, width = tiles.blocks, tiles.group, tiles.width
     row, first, position = row_ref[tile], first_ref[tile], position_ref[tile]
-    own = jnp.clip(cu_ref[row + 1] - first, 0, width)  # tokens of this tile
+
+    def own() -> jax.Array:
+        """Tokens of this tile. Read again where it is needed, because registers are few."""
+        return jnp.clip(cu_ref[row_ref[tile] + 1] - first_ref[tile], 0, width)
+
     length = lens_ref[row]
     end = jnp.minimum(position + width, length)  # at most 0 for padding
     lowest = jnp.int32(0) if tiles.window is None else jnp.maximum(position - (tiles.window - 1), 0)
     first_block = lax.div(lowest, jnp.int32(blocks.size))
-    count = jnp.where(own > 0, jnp.maximum(blocks_of(jnp.maximum(end, 0), blocks.size) - first_block, 0), 0)
+    count = jnp.where(own() > 0, jnp.maximum(blocks_of(jnp.maximum(end, 0), blocks.size) - first_block, 0), 0)
 
     keys, values = scratch["memory"]
     barriers = {name: scratch[name] for name in blocks.barriers}
@@ -127,19 +131,16 @@ def _kernel(
             past = distance >= 0
             return past if tiles.window is None else past & (distance < tiles.window)
 
-        def step(mask: Any, index: jax.Array, state: Softmax) -> Softmax:
-            options = {"consumer": warpgroup, "weights_ref": weights_ref}
-            return attend(stream, index, state, q, tiles.scores, mask, **options)
+        def step(index: jax.Array, state: Softmax) -> Softmax:
+            # Without a window, every query sees what the first one does.
+            whole = (stream.start(index) + blocks.size <= position + 1) & (tiles.window is None)
+            options = {"whole": whole, "consumer": warpgroup, "weights_ref": weights_ref}
+            return attend(stream, index, state, q, tiles.scores, seen, **options)
 
-        state, masked = no_weight(blocks.dim), jnp.int32(0)
-        if tiles.window is None:
-            # Every query sees what the first one does.
-            masked = jnp.minimum(lax.div(jnp.maximum(position + 1, 0), jnp.int32(blocks.size)), count)
-            state = lax.fori_loop(0, masked, functools.partial(step, None), state)
-        state = lax.fori_loop(masked, count, functools.partial(step, seen), state)
+        state = lax.fori_loop(0, count, step, no_weight(blocks.dim))
         rows[...] = normalized(state).astype(rows.dtype)
         plgpu.commit_smem()
-        to = (first, own) if tiles.packed else (tile * width, jnp.where(own > 0, width, 0))
+        to = (first_ref[tile], own()) if tiles.packed else (tile * width, jnp.where(own() > 0, width, 0))
         for eight in range(ROWS // EIGHT):
             _store(eight, rows, warpgroup, head, *to, out_ref, tiles)
         plgpu.wait_smem_to_gmem(0)
