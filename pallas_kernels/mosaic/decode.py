@@ -40,7 +40,9 @@ from pallas_kernels.mosaic.common import (
 from pallas_kernels.tiling import blocks as blocks_of
 
 BLOCK = 64
-BUFFER_BYTES = 96 * 1024  # of keys and values on their way: two programs share a multiprocessor
+BUFFER_BYTES = {64: 80 * 1024, 256: 160 * 1024}
+"""Of keys and values on their way, up to a head dim: two programs share a multiprocessor, or one has it to itself where
+its registers are too many for that."""
 PROGRAMS = 2 * 132  # two for each multiprocessor of an H200
 SPLIT_POSITIONS = 256  # fewer are not worth a program of their own
 MAX_SPLITS = 8  # a cluster that every Hopper GPU can place
@@ -58,7 +60,7 @@ class Tiles:
 
     @property
     def padded_group(self) -> int:
-        """Rows of queries that are loaded: TMA writes tiles of 8."""
+        """Rows of a part: so many that 128 threads have equal shares of it."""
         return -(-self.group // 8) * 8
 
 
@@ -84,8 +86,8 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, out_ref, *part_refs: Any, 
 
     (keys, values), staging = scratch["memory"] if tiles.splits > 1 else (scratch["memory"], ())
     barriers = {name: scratch[name] for name in blocks.barriers}
-    stretch = first + begin, jnp.minimum(per_split, count - begin)
-    stream = Stream(blocks, keys, values, **barriers, first=stretch[0], count=stretch[1], lowest=lowest, length=length)
+    stretch = {"first": first + begin, "count": jnp.minimum(per_split, count - begin)}
+    stream = Stream(blocks, keys, values, **barriers, **stretch, lowest=lowest, length=length)
     q, q_here, rows = scratch["q"], scratch["q_here"], scratch["rows"]
 
     @pl.when(warpgroup == 1)
@@ -178,7 +180,8 @@ def decode_attention(
     pages, size, kv_heads, _ = k_pages.shape
     dtype = k_pages.dtype
     splits = num_splits(rows, kv_heads, page_table.shape[1] * size, window)
-    stages = max(2, BUFFER_BYTES // (2 * BLOCK * dim * dtype.itemsize))
+    buffers = next(size for most, size in BUFFER_BYTES.items() if dim <= most)
+    stages = max(2, buffers // (2 * BLOCK * dim * dtype.itemsize))
     blocks = Blocks(size, dim, dtype, page_offset, BLOCK, stages, consumers=1)
     tiles = Tiles(heads // kv_heads, splits, window, blocks, Scores(scale, softcap))
 

@@ -83,16 +83,12 @@ def _kernel(
     tile, head, warpgroup = (lax.axis_index(name) for name in ("tile", "head", "warpgroup"))
     blocks, group, width = tiles.blocks, tiles.group, tiles.width
     row, first, position = row_ref[tile], first_ref[tile], position_ref[tile]
-
-    def own() -> jax.Array:
-        """Tokens of this tile. Read again where it is needed, because registers are few."""
-        return jnp.clip(cu_ref[row_ref[tile] + 1] - first_ref[tile], 0, width)
-
+    own = jnp.clip(cu_ref[row + 1] - first, 0, width)  # tokens of this tile
     length = lens_ref[row]
     end = jnp.minimum(position + width, length)  # at most 0 for padding
     lowest = jnp.int32(0) if tiles.window is None else jnp.maximum(position - (tiles.window - 1), 0)
     first_block = lax.div(lowest, jnp.int32(blocks.size))
-    count = jnp.where(own() > 0, jnp.maximum(blocks_of(jnp.maximum(end, 0), blocks.size) - first_block, 0), 0)
+    count = jnp.where(own > 0, jnp.maximum(blocks_of(jnp.maximum(end, 0), blocks.size) - first_block, 0), 0)
 
     keys, values = scratch["memory"]
     barriers = {name: scratch[name] for name in blocks.barriers}
@@ -140,7 +136,7 @@ def _kernel(
         state = lax.fori_loop(0, count, step, no_weight(blocks.dim))
         rows[...] = normalized(state).astype(rows.dtype)
         plgpu.commit_smem()
-        to = (first_ref[tile], own()) if tiles.packed else (tile * width, jnp.where(own() > 0, width, 0))
+        to = (first, own) if tiles.packed else (tile * width, jnp.where(own > 0, width, 0))
         for eight in range(ROWS // EIGHT):
             _store(eight, rows, warpgroup, head, *to, out_ref, tiles)
         plgpu.wait_smem_to_gmem(0)

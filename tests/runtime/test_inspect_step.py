@@ -20,15 +20,17 @@ MODELS = pytest.mark.parametrize("model", [SMOLLM2_135M, LLAMA_3_8B], ids=["smol
 
 
 @MODELS
-def test_a_decode_step_is_one_command_buffer_that_copies_nothing(model):
-    report = inspect_step(model, TARGETS["h200"], decode_rows=64)
+@pytest.mark.parametrize("attention", ["triton", "mosaic"])
+def test_a_decode_step_is_one_command_buffer_that_copies_nothing(model, attention):
+    report = inspect_step(model, TARGETS["h200"], attention=attention, decode_rows=64)
     assert not report.faults, str(report)
     assert report.kernels_per_layer == MAX_KERNELS == 9
     assert all(kernel.depth == 1 for kernel in report.compiled.kernels)
 
 
-def test_a_prefill_step_leaves_the_pool_where_it_is():
-    report = inspect_step(SMOLLM2_135M, TARGETS["h200"], decode_rows=0, prompt_tokens=512)
+@pytest.mark.parametrize("attention", ["triton", "mosaic"])
+def test_a_prefill_step_leaves_the_pool_where_it_is(attention):
+    report = inspect_step(SMOLLM2_135M, TARGETS["h200"], attention=attention, decode_rows=0, prompt_tokens=512)
     assert report.pool_stays
     assert report.kernels_per_layer == MAX_KERNELS
     assert 20 * report.compiled.temporary_bytes < report.pool_bytes
