@@ -270,12 +270,15 @@ def _ask_ptxas(path: Path, arch: str) -> Iterator[tuple[str, Resources]]:
         name, registers = re.search(r"'(\S+)'", part), re.search(r"Used (\d+) registers", part)
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
         if name and registers:
-            yield name[1].removesuffix("_mosaic_gpu_kernel"), Resources(int(registers[1]), sum(map(int, spilled.groups())) if spilled else 0)
+            yield (
+                name[1].removesuffix("_mosaic_gpu_kernel"),
+                Resources(int(registers[1]), sum(map(int, spilled.groups())) if spilled else 0),
+            )
 
 
 def _ptxas() -> str:
     """The one beside the CUDA plugin first: a toolkit of the machine may be too old for the PTX that XLA writes."""
-    places = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
+    places: list[str | None] = [str(path) for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/ptxas")]
     places += [shutil.which("ptxas"), "/usr/local/cuda/bin/ptxas"]
     for place in places:
         if place and Path(place).is_file():

@@ -22,9 +22,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu.utils import inline_ptx
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu
 
+plgpu: Any = mosaic_gpu  # both have names that older versions of jax lack
+mgpu: Any = utils
 LOG2_E = math.log2(math.e)
 FLOOR = -1e30  # finite, because the difference of two infinities is NaN
 ROWS = 64  # of a wgmma, so of a warpgroup
@@ -178,11 +180,14 @@ class Stream:
         start, values = self.start(index), self.values.at[self.slot(index)]
 
         def write() -> None:
+            width = math.gcd(self.blocks.dim, 64)  # little at a time: the accumulator is in registers as well
             for first in range(0, self.blocks.size, ROWS):
-                rows = values.at[pl.ds(first, ROWS)]
-                position = plgpu.broadcasted_iota(jnp.int32, (ROWS, self.blocks.dim), 0, layout=WGMMA) + start + first
+                position = plgpu.broadcasted_iota(jnp.int32, (ROWS, width), 0, layout=WGMMA) + start + first
                 seen = (position >= self.lowest) & (position < self.length)
-                rows[...] = jnp.where(seen, plgpu.load(rows, layout=WGMMA, optimized=False), jnp.zeros((), rows.dtype))
+                for column in range(0, self.blocks.dim, width):
+                    part = values.at[pl.ds(first, ROWS), pl.ds(column, width)]
+                    x = plgpu.load(part, layout=WGMMA, optimized=False)
+                    part[...] = jnp.where(seen, x, jnp.zeros((), part.dtype))
             plgpu.commit_smem()
 
         @pl.when(self.is_ragged(index))
@@ -202,7 +207,7 @@ class Stream:
 @plgpu.inline_mgpu()
 def fence(_: Any) -> None:
     """Orders memory between the programs of a cluster; its barriers order what is in shared memory only."""
-    inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
+    mgpu.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
 
 
 def take(rows: Any, q: Any) -> None:

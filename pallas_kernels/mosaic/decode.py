@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.common import (
     FLOOR,
@@ -34,6 +33,7 @@ from pallas_kernels.mosaic.common import (
     fence,
     no_weight,
     normalized,
+    plgpu,
     take,
     tiled,
 )
@@ -84,7 +84,7 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, out_ref, *part_refs: Any, 
     active = lax.div(count + per_split - 1, per_split)  # 0 for a row of length 0
     begin = jnp.minimum(split * per_split, count)
 
-    (keys, values), staging = scratch["memory"] if tiles.splits > 1 else (scratch["memory"], ())
+    (keys, values), staging = scratch["memory"] if tiles.splits > 1 else (scratch["memory"], None)
     barriers = {name: scratch[name] for name in blocks.barriers}
     stretch = {"first": first + begin, "count": jnp.minimum(per_split, count - begin)}
     stream = Stream(blocks, keys, values, **barriers, **stretch, lowest=lowest, length=length)
@@ -101,7 +101,11 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, out_ref, *part_refs: Any, 
             return (position >= lowest) & (position < length)
 
         def step(index: jax.Array, state: Softmax) -> Softmax:
-            options = {"whole": ~stream.is_ragged(index), "consumer": 0, "weights_ref": scratch.get("weights")}
+            options: dict[str, Any] = {
+                "whole": ~stream.is_ragged(index),
+                "consumer": 0,
+                "weights_ref": scratch.get("weights"),
+            }
             return attend(stream, index, state, q, tiles.scores, seen, **options)
 
         plgpu.barrier_wait(q_here)
@@ -134,7 +138,7 @@ def _combine(
     split: jax.Array,
     parts: tuple[Any, Any],
     result_at: Any,
-    staging: tuple[Any, Any],
+    staging: Any,
     everyone: Any,
     tiles: Tiles,
 ) -> None:
@@ -144,7 +148,7 @@ def _combine(
     alike when they are added up.
     """
     part_staging, sum_staging = staging
-    top, total, _ = state
+    top, total = state[:2]
     lse = jnp.where(total > 0, top + jnp.log2(jnp.where(total > 0, total, 1.0)), FLOOR)
     _store(normalized(state), part_staging, parts[0].at[split])
     _store(along_rows(lse, tiles.blocks.dim), part_staging, parts[1].at[split])

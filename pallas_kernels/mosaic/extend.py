@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.common import (
     ROWS,
@@ -32,6 +31,7 @@ from pallas_kernels.mosaic.common import (
     call,
     no_weight,
     normalized,
+    plgpu,
     take,
     tiled,
 )
@@ -130,15 +130,15 @@ def _kernel(
         def step(index: jax.Array, state: Softmax) -> Softmax:
             # Without a window, every query sees what the first one does.
             whole = (stream.start(index) + blocks.size <= position + 1) & (tiles.window is None)
-            options = {"whole": whole, "consumer": warpgroup, "weights_ref": weights_ref}
+            options: dict[str, Any] = {"whole": whole, "consumer": warpgroup, "weights_ref": weights_ref}
             return attend(stream, index, state, q, tiles.scores, seen, **options)
 
         state = lax.fori_loop(0, count, step, no_weight(blocks.dim))
         rows[...] = normalized(state).astype(rows.dtype)
         plgpu.commit_smem()
-        to = (first, own) if tiles.packed else (tile * width, jnp.where(own > 0, width, 0))
+        start, stored = (first, own) if tiles.packed else (tile * width, jnp.where(own > 0, width, 0))
         for eight in range(ROWS // EIGHT):
-            _store(eight, rows, warpgroup, head, *to, out_ref, tiles)
+            _store(eight, rows, warpgroup, head, start, stored, out_ref, tiles)
         plgpu.wait_smem_to_gmem(0)
 
 

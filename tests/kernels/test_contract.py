@@ -109,7 +109,7 @@ def test_what_can_not_be_computed_says_so(monkeypatch):
     with pytest.raises(ValueError, match="interpret: got True, allowed is False with implementation 'xla'"):
         decode(interpret=True)
     monkeypatch.setattr(choice, "MOSAIC_JAX", (99, 0))
-    with pytest.raises(pk.ImplementationNotAvailable, match="'mosaic' needs jax .* this is jax"):
+    with pytest.raises(pk.ImplementationNotAvailable, match=r"'mosaic' needs jax .* this is jax"):
         decode(implementation="mosaic")
     assert issubclass(pk.ImplementationNotAvailable, NotImplementedError)
 
@@ -155,7 +155,10 @@ def test_mosaic_is_for_hopper(monkeypatch):
     shape = pk.AttentionShape(9, 3, 64, 16, "bfloat16")
     assert pk.why_not("mosaic", shape) is None
     assert pk.why_not("mosaic", shape, HOPPER) is None
-    for device, found in (({"platform": "cpu"}, "is a cpu"), ({"platform": "gpu", "compute_capability": "8.0"}, "has 8.0")):
+    for device, found in (
+        ({"platform": "cpu"}, "is a cpu"),
+        ({"platform": "gpu", "compute_capability": "8.0"}, "has 8.0"),
+    ):
         reason = pk.why_not("mosaic", shape, SimpleNamespace(**device))
         assert f"'mosaic' is for Hopper GPUs, of compute capability 9.0, by their wgmma; this device {found}" == reason
     assert "so does mosaic, which no GPU has measured yet" in pk.best_implementation(HOPPER, shape).reason

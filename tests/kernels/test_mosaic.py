@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import shapes
+from pallas_kernels import shapes, trial
 from pallas_kernels.choice import unavailable
 from pallas_kernels.shapes import Heads
 from tests.kernels import dense
@@ -102,6 +102,28 @@ def test_the_comparison_sees_values_taken_from_the_keys():
         assert_rows_close(decode(swapped, q[:1]), dense.decode_attention(case, q[:1]))
     with pytest.raises(AssertionError, match="off by"):
         assert_rows_close(extend(swapped, q, (20,)), dense.attention(case, q, (20,)))
+
+
+@pytest.mark.parametrize("name", ["decode_attention", "extend_attention"])
+def test_a_trial_names_what_is_wrong(monkeypatch, name):
+    from pallas_kernels import mosaic
+
+    def computed(each: str, spoilt: bool) -> Any:
+        def call(*arguments: Any, interpret: bool, **options: Any) -> jax.Array:
+            right = getattr(pk.xla, each)(*arguments, **options)
+            return right.at[1].multiply(1.5) if spoilt else right
+
+        return call
+
+    for each in ("decode_attention", "extend_attention"):
+        monkeypatch.setattr(mosaic, each, computed(each, each == name))
+    shape = pk.AttentionShape(3, 1, 16, 8, jnp.bfloat16)
+    assert f"{name.replace('_', ' ')} differs" in (trial.disagreement("mosaic", shape, interpret=True) or "")
+
+
+@MORE
+def test_a_trial_lets_right_kernels_pass():
+    assert trial.disagreement("mosaic", pk.AttentionShape(3, 1, 64, 8, jnp.bfloat16), interpret=True) is None
 
 
 @MORE
