@@ -24,7 +24,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCH
 def test_the_first_question(start):
     with one_compiles():
         process = start("generate", "--chat", "What is the capital of France?", module=REAL)
-        stdout, stderr = process.communicate(timeout=300)
+        stdout, stderr = process.communicate(timeout=900)
     assert process.returncode == 0, stderr
     assert b"Paris" in stdout
     log, summary = stderr.decode().splitlines()
@@ -55,7 +55,7 @@ def test_a_batch(start, tmp_path):
     source, out = write_lines(tmp_path / "in", *lines), tmp_path / "out"
     with one_compiles():
         process = start("batch", "-i", source, "-o", out, *FLAGS, module=REAL)
-        _, stderr = process.communicate(timeout=300)
+        _, stderr = process.communicate(timeout=900)
     assert process.returncode == 1, stderr
     assert len(stderr.splitlines()) == 2 and b"finished: 4 done, 3 failed, 0 skipped" in stderr
     text, chat, best, structured, *errors = read_answers(out)
@@ -79,7 +79,7 @@ def test_a_batch(start, tmp_path):
 def test_json_lines(start):
     args = ["generate", "The capital of France is", "Water boils at", "--json", "--max-tokens", "6", "-q", *FLAGS]
     with one_compiles():
-        stdout, stderr = start(*args, module=REAL).communicate(timeout=300)
+        stdout, stderr = start(*args, module=REAL).communicate(timeout=900)
     first, second = map(json.loads, stdout.splitlines())
     assert stderr == b"" and "Paris" in first["text"] and len(second["token_ids"]) == 6
 
