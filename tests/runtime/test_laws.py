@@ -103,19 +103,21 @@ def test_a_step_launched_for_a_row_that_had_finished_changes_nothing():
 # ---------------------------------------------------------------- law 6: one place waits
 
 WAITS = {"block_until_ready", "device_get", "item", "tolist", "asarray", "array"}
+WITHOUT_A_DEVICE = {"simulation.py", "measured_speeds.py"}
 
 
 def test_no_module_near_the_device_reads_a_device_value_but_the_result():
     found = []
     for path in [*(PACKAGE / "runtime").glob("*.py"), *(PACKAGE / "engine").glob("*.py")]:
+        if path.name in WITHOUT_A_DEVICE:
+            continue
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue
             for node in ast.walk(function):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in WAITS:
                     found.append(f"{path.name}:{function.name}:{node.func.attr}")
-    of_the_host = {"collector.py:output:tolist", "simulation.py:simulate:array"}  # a prompt's ids; no device at all
-    assert set(found) - of_the_host == {"runner.py:read:asarray"}
+    assert set(found) - {"collector.py:output:tolist"} == {"runner.py:read:asarray"}  # the former: a prompt's ids
 
 
 def test_nothing_but_popping_a_result_waits(monkeypatch):
