@@ -76,6 +76,7 @@ def test_a_batch(start, tmp_path):
     assert params == ["body.top_p", "body.prompt[0]", "body.prompt"]
 
 
+@pytest.mark.slow
 def test_json_lines(start):
     args = ["generate", "The capital of France is", "Water boils at", "--json", "--max-tokens", "6", "-q", *FLAGS]
     with one_compiles():

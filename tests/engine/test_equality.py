@@ -53,7 +53,9 @@ def test_together_as_alone_at_every_lookahead(alone, lookahead, sampled):
     assert outcomes(requests) == alone[sampled]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 100])
+@pytest.mark.parametrize(
+    "chunk", [1, pytest.param(7, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
+)
 def test_chunk_size_changes_nothing(alone, chunk):
     engine, _ = make_engine(max_batched_tokens=chunk, max_running=5 if chunk == 100 else 3)
     requests = random_requests(engine, SEED, 14)

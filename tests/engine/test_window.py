@@ -29,7 +29,9 @@ def dense():
     return wanted
 
 
-@pytest.mark.parametrize(("name", "chunk"), [("all layers", 1), ("all layers", 100), ("one layer", 7)])
+@pytest.mark.parametrize(
+    ("name", "chunk"), [("all layers", 1), pytest.param("all layers", 100, marks=pytest.mark.slow), ("one layer", 7)]
+)
 def test_greedy_tokens_equal_the_dense_decoder_across_chunk_sizes(dense, name, chunk):
     engine, _ = make_engine(model=MODELS[name], max_batched_tokens=chunk)
     requests = random_requests(engine, SEED, COUNT, ignore_eos=True)

@@ -14,7 +14,7 @@ from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine
 from tests.real.settings import one_compiles
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 ITEMS = json.loads((Path(__file__).parents[1] / "data" / "golden.json").read_text())["items"]
 SCORED = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)

@@ -15,7 +15,7 @@ from jaxoverlap.engine.build import build_engine
 from tests.grammar_tools import RecordingCompiler, outcome, random_schema
 from tests.real.settings import SETTINGS, one_compiles
 
-pytestmark = pytest.mark.real_model
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 COUNT = int(os.environ.get("JAXOVERLAP_SCHEMAS", "4"))
 

@@ -202,7 +202,9 @@ WISHES = [
 ]
 
 
-@pytest.mark.parametrize(("max_running", "max_batched_tokens"), [(1, 1), (3, 7), (5, 100)])
+@pytest.mark.parametrize(
+    ("max_running", "max_batched_tokens"), [(1, 1), (3, 7), pytest.param(5, 100, marks=pytest.mark.slow)]
+)
 def test_nothing_compiles_after_warm_up_also_at_odd_limits(max_running, max_batched_tokens):
     engine, runner = make_engine(max_running=max_running, max_batched_tokens=max_batched_tokens, lookahead=1, warm=True)
     compiled = []
