@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxoverlap.errors import ConfigError
 
@@ -33,7 +34,9 @@ def enable(folder: str | PathLike[str] | None) -> Path | None:
         raise ConfigError(
             f"compile_cache: {path} can't be used ({error.strerror}); name another folder or use 'off'"
         ) from None
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    if str(path) != getattr(jax.config, "jax_compilation_cache_dir", None):
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        compilation_cache.reset_cache()  # JAX keeps the folder of its first compilation
     # By default entries that took under a second are not kept, and small steps take less.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.errors import ConfigError, UnsupportedError
@@ -126,6 +127,7 @@ def test_a_second_start_finds_its_steps_compiled(tmp_path):
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 _SETTINGS = (
