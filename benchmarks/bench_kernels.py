@@ -70,8 +70,9 @@ class Case:
         return f"{self.heads.name} {kind} B={self.rows} L={self.length}"
 
 
-def cases(on_gpu: bool, page_size: int, models: tuple[Heads, ...], pool_dtype: Any = None) -> Iterator[Case]:
-    dtype = jnp.bfloat16 if on_gpu else jnp.float32
+def cases(
+    on_gpu: bool, dtype: Any, page_size: int, models: tuple[Heads, ...], pool_dtype: Any = None
+) -> Iterator[Case]:
     pool_dtype = dtype if pool_dtype is None else pool_dtype
     decodes = [(b, n) for b in (1, 8, 64, 256) for n in (512, 2048, 8192, 32768)] if on_gpu else [(2, 40), (1, 600)]
     extends = [(1, 512, 512), (1, 2048, 2048), (1, 2048, 16384), (8, 256, 2048)] if on_gpu else [(2, 20, 70)]
@@ -166,10 +167,10 @@ def matrix_rate(size: int, repeats: int) -> float:
     return 2 * size**3 / seconds(jax.jit(jnp.dot), x, x, repeats=repeats)
 
 
-def measure(case: Case, interpret: bool, repeats: int, bandwidth: float) -> dict[str, Any]:
+def measure(case: Case, implementation: str, interpret: bool, repeats: int, bandwidth: float) -> dict[str, Any]:
     arrays = Arrays.of(case)
     pools = (arrays.k_pages, arrays.v_pages)
-    kernels = partial(ours, implementation="triton", interpret=interpret)
+    kernels = partial(ours, implementation=implementation, interpret=interpret)
     once = [jax.jit(partial(f, case, arrays, 0))(arrays.q, pools).astype(jnp.float32) for f in (kernels, ours)]
     off = float(jnp.abs(once[0] - once[1]).max() / jnp.abs(once[1]).max())
     row: dict[str, Any] = {"case": str(case), "off": off, "right": off <= TOLERANCE[str(jnp.dtype(case.dtype))]}
@@ -205,6 +206,7 @@ def _upstream_microseconds(case: Case, per_call: Callable[[Attention], float], i
 def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("--page-size", type=int, default=16)
+    options.add_argument("--implementation", choices=["triton", "mosaic"], default="triton", help="default: triton")
     options.add_argument("--repeats", type=int, default=20)
     kv_help = "of the pools; else that of the queries"
     options.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES[1:], help=kv_help)
@@ -217,8 +219,14 @@ def main() -> None:
     rate = matrix_rate(8192 if on_gpu else 128, repeats)
     models = tuple(heads for heads in MODELS if args.model in (None, heads.name))
     kv_dtype = resolve_kv_dtype(args.kv_cache_dtype, jnp.dtype(jnp.bfloat16)) if args.kv_cache_dtype else None
-    rows = [measure(case, not on_gpu, repeats, bandwidth) for case in cases(on_gpu, args.page_size, models, kv_dtype)]
-    note = f"copy {bandwidth / 1e9:.0f} GB/s, product {rate / 1e12:.1f} TFLOP/s on {device.device_kind}"
+    # Interpreted, float32 tells wrong from rounded; mosaic does not take it.
+    dtype = jnp.float32 if args.implementation == "triton" and not on_gpu else jnp.bfloat16
+    rows = [
+        measure(case, args.implementation, not on_gpu, repeats, bandwidth)
+        for case in cases(on_gpu, dtype, args.page_size, models, kv_dtype)
+    ]
+    measured = f"copy {bandwidth / 1e9:.0f} GB/s, product {rate / 1e12:.1f} TFLOP/s on {device.device_kind}"
+    note = f"{args.implementation}; {measured}"
     if not on_gpu:
         note += "; interpreted without a GPU: the times mean nothing"
     report.show("Kernels, per call", rows, note)

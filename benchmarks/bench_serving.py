@@ -291,7 +291,7 @@ def main() -> None:
     options.add_argument("--abort-share", type=float, default=0.2)
     options.add_argument("--distinct", type=int, default=64, help="different requests of the soak")
     args = options.parse_args()
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
     results: dict[str, Any] = {"settings": settings}
     if args.mode == "sweep" and args.target:
         results["rows"] = asyncio.run(sweep(args, args.target))

@@ -24,6 +24,14 @@ class _TimedStep:
     ready_at: float
     result: np.ndarray
 
+    @property
+    def output(self) -> _TimedStep:
+        """What a timeline waits for."""
+        return self
+
+    def block_until_ready(self) -> None:
+        time.sleep(max(0.0, self.ready_at - time.perf_counter()))
+
     def read(self) -> StepResult:
         remaining = self.ready_at - time.perf_counter()
         if remaining > _SPIN_SECONDS:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
-from jaxoverlap.errors import ConfigError, UnsupportedError
+from jaxoverlap.errors import ConfigError
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.scheduler.config import SchedulerConfig
 
-ATTENTION = ("auto", "xla", "triton")
+ATTENTION = ("auto", "xla", "triton", "mosaic")
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 SCHEDULES = ("overlap", "timeslice", "serial")
@@ -81,7 +81,7 @@ class EngineConfig:
         attend as decoding rows do. Slower, for prompts above all.
       max_queue: requests that may wait without having run; None is no limit.
       attention: who computes it: "xla"; "triton", kernels for NVIDIA GPUs, which a CPU only interprets, for tests;
-        "auto" takes what suits the device and the model. "mosaic" is refused as not in this build.
+        "mosaic", kernels for Hopper GPUs, refused at start elsewhere; "auto" takes what suits the device and the model.
       watchdog_seconds: how much longer than expected a step may take before the state of the pipeline, the last steps
         and the stacks of all threads are logged and a server is no longer healthy; infinity watches nothing.
       watchdog_exit_seconds: how much longer than that before the process ends, with exit code 3. None is 30 for
@@ -90,7 +90,6 @@ class EngineConfig:
 
     Raises:
       ConfigError: a value of the wrong type or out of range.
-      UnsupportedError: an attention implementation that this build does not have.
     """
 
     model: str | PathLike[str] | None = None
@@ -130,8 +129,6 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("schedule", self.schedule, SCHEDULES)
-        if self.attention == "mosaic":
-            raise UnsupportedError("attention: 'mosaic' is not in this build; use 'auto', 'xla' or 'triton'")
         _check_choice("attention", self.attention, ATTENTION)
         for name, low, high in (
             ("max_model_len", 2, 2**24),

@@ -16,7 +16,8 @@ by slicing the pool, so a donated pool is never copied. They are plain arrays, o
     "xla"       any device; the oracle of the others
     "triton"    Pallas kernels for NVIDIA GPUs from compute capability 8.0 on; anywhere with `interpret=True`,
                 which is slow and for tests
-    "mosaic"    not in this build
+    "mosaic"    attention by TMA and wgmma, for Hopper GPUs; pools are bfloat16 or float16. Writes and draws are those
+                of "triton". Interpreted, which is slower still, with races detected
 
 `best_implementation` says which one a device and a shape call for, and why; `why_not` what speaks against one.
 Wrong shapes and dtypes raise ValueError while tracing.
@@ -31,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _validate, triton, xla, xla_draw
-from pallas_kernels.choice import AttentionShape, Choice, best_implementation, why_not
+from pallas_kernels.choice import AttentionShape, Choice, best_implementation, unavailable, why_not
 from pallas_kernels.errors import IMPLEMENTATIONS, ImplementationNotAvailable
 from pallas_kernels.pages import Pages, QuantizedPages
 
@@ -52,11 +53,23 @@ __all__ = [
 ]
 
 
+PALLAS = ("triton", "mosaic")
+
+
+def _mosaic() -> Any:
+    """Imported when it is asked for: older versions of jax, which have no need of it, can not."""
+    from pallas_kernels import mosaic
+
+    return mosaic
+
+
 def _require(implementation: str, heads: int, k_pages: Pages, interpret: bool) -> None:
+    if (missing := unavailable(implementation)) is not None:
+        raise ImplementationNotAvailable(missing)
     _, size, kv_heads, dim = k_pages.shape
     reason = why_not(implementation, AttentionShape(heads, kv_heads, dim, size, k_pages.dtype))
     if reason is not None:
-        raise ImplementationNotAvailable(reason) if "build" in reason else ValueError(reason)
+        raise ValueError(reason)
     if interpret and implementation == "xla":
         raise ValueError("interpret: got True, allowed is False with implementation 'xla', which is no Pallas kernel")
 
@@ -85,7 +98,7 @@ def write_kv(
     """
     _validate.check_write(k_pages, v_pages, k, v, slots)
     _require(implementation, k_pages.shape[2], k_pages, interpret)
-    if implementation == "triton":
+    if implementation in PALLAS:
         return triton.write_kv(k_pages, v_pages, k, v, slots, interpret=interpret)
     return xla.write_kv(k_pages, v_pages, k, v, slots)
 
@@ -120,7 +133,7 @@ def rope_and_write_kv(
     heads = _validate.check_rope(qkv, k_pages, v_pages, cos, sin, slots, qk_norms)
     _require(implementation, heads, k_pages, interpret)
     arguments = (qkv, k_pages, v_pages, cos, sin, slots, qk_norms)
-    if implementation == "triton":
+    if implementation in PALLAS:
         return triton.rope_and_write_kv(*arguments, norm_eps=norm_eps, interpret=interpret)
     return xla.rope_and_write_kv(*arguments, norm_eps=norm_eps)
 
@@ -198,6 +211,9 @@ def decode_attention(
     _validate.check_decode(q, k_pages, page_table, arrivals)
     _require(implementation, q.shape[1], k_pages, interpret)
     options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
+    if implementation == "mosaic":
+        out = _mosaic().decode_attention(q, k_pages, v_pages, page_table, seq_lens, interpret=interpret, **options)
+        return out if arrivals is None else (out, arrivals)
     if implementation == "triton":
         counters = jnp.zeros((len(q), k_pages.shape[2]), jnp.int32) if arrivals is None else arrivals
         out, counters = triton.decode_attention(
@@ -242,9 +258,10 @@ def extend_attention(
     _validate.check_extend(cu_q_lens, seq_lens)
     _require(implementation, q.shape[1], k_pages, interpret)
     options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
-    if implementation == "triton":
+    if implementation in PALLAS:
+        kernels = triton if implementation == "triton" else _mosaic()
         options["interpret"] = interpret
-        return triton.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
+        return kernels.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
     return xla.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
 
 
@@ -278,10 +295,10 @@ def draw_tokens(
       int32 [B]; what it has for rows that do not draw means nothing.
     """
     arguments = (logits, highest, temperature, top_k, top_p, min_p, uniform, draws)
-    if implementation == "triton":
+    if implementation in PALLAS:
         return triton.draw_tokens(*arguments, interpret=interpret)
     if implementation != "xla" or interpret:
         raise ValueError(
-            f"implementation: got {implementation!r}, allowed is 'xla', or 'triton', which can be interpreted"
+            f"implementation: got {implementation!r}, allowed is 'xla'; or {PALLAS}, to be interpreted too"
         )
     return xla_draw.draw_tokens(*arguments)

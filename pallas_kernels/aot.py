@@ -6,13 +6,15 @@ nothing is known of speed; all else that a compiler can refuse or count is. Star
 where there is no GPU.
 """
 
+import contextlib
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +94,10 @@ TARGETS = {
 }
 
 
+MOSAIC_KERNEL = "kMosaicKernel"
+"""The kind of thunks that are kernels of Mosaic GPU; XLA's name for them is kCustomCall."""
+
+
 @dataclass(frozen=True)
 class Thunk:
     """One thing the driver is asked to do.
@@ -109,7 +115,7 @@ class Thunk:
 
     @property
     def is_kernel(self) -> bool:
-        return self.kind in ("kKernel", "kCustomKernel", "kGemm", "kCublasLtMatmul")
+        return self.kind in ("kKernel", "kCustomKernel", "kGemm", "kCublasLtMatmul", MOSAIC_KERNEL)
 
     @property
     def is_copy(self) -> bool:
@@ -190,13 +196,15 @@ def compile_for(
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), specs)
-    with tempfile.TemporaryDirectory() as folder, _device_kind(target):
+    with tempfile.TemporaryDirectory() as folder, _device_kind(target), _mosaic_dump(folder if ptxas else None):
         lowered = jax.jit(function, donate_argnums=donate).lower(*placed)
         dump = {"xla_dump_to": folder, "xla_dump_emitter_re": "ptx" if ptxas else "nothing"}
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
         # The second is there only where a pass, such as that to command buffers, changed something.
         sequences = sorted(Path(folder).glob("*thunk_sequence*.txt"), key=lambda path: "after" in path.name)
-        thunks = _read_thunks(sequences[-1].read_text()) if sequences else ()
+        thunks = list(_read_thunks(sequences[-1].read_text())) if sequences else []
+        if any(thunk.kind == "kCustomCall" for thunk in thunks):
+            thunks = list(_with_mosaic(thunks, compiled.as_text() or "", Path(folder)))
         resources: dict[str, Resources] = {}
         code = list(Path(folder).glob("*.ptx"))
         for path in code:
@@ -212,6 +220,36 @@ def compile_for(
         memory.alias_size_in_bytes,
         memory.temp_size_in_bytes,
     )
+
+
+@contextlib.contextmanager
+def _mosaic_dump(folder: str | None) -> Iterator[None]:
+    """Mosaic compiles its kernels itself, and XLA sees calls of what comes out; this has it leave their code here."""
+    name = "MOSAIC_GPU_DUMP_TO"
+    before = os.environ.pop(name, None)
+    if folder is not None:
+        os.environ[name] = folder
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
+        if before is not None:
+            os.environ[name] = before
+
+
+def _with_mosaic(thunks: Sequence[Thunk], hlo: str, folder: Path) -> Iterator[Thunk]:
+    """Tells Mosaic's kernels from other calls, which XLA's list does not: names in the order of the program, and shared
+    memory where it was dumped."""
+    calls = [line for line in hlo.splitlines() if re.search(r'custom_call_target="(?!__)', line)]
+    found = iter([re.search(r"\\00(?!stable)([a-z_]+)_mosaic_gpu\\00", line) for line in calls])
+    for thunk in thunks:
+        name = next(found, None) if thunk.kind == "kCustomCall" else None
+        if name is None:
+            yield thunk
+            continue
+        dumps = "".join(path.read_text() for path in folder.glob(f"{name[1]}_*.after_layout_inference.txt"))
+        shared = [int(size) for size in re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", dumps)]
+        yield replace(thunk, kind=MOSAIC_KERNEL, name=name[1], shared_memory=max(shared, default=0))
 
 
 def _device_kind(target: Target) -> Any:
@@ -237,7 +275,10 @@ def _ask_ptxas(path: Path, arch: str) -> Iterator[tuple[str, Resources]]:
         name, registers = re.search(r"'(\S+)'", part), re.search(r"Used (\d+) registers", part)
         spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
         if name and registers:
-            yield name[1], Resources(int(registers[1]), sum(map(int, spilled.groups())) if spilled else 0)
+            yield (
+                name[1].removesuffix("_mosaic_gpu_kernel"),
+                Resources(int(registers[1]), sum(map(int, spilled.groups())) if spilled else 0),
+            )
 
 
 def _ptxas() -> str:

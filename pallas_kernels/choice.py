@@ -14,8 +14,11 @@ MAX_GROUP = 32
 MAX_HEAD_DIM = 256
 FLOATS = ("float32", "bfloat16", "float16")
 DTYPES = {"xla": FLOATS + QUANTIZED, "triton": FLOATS + QUANTIZED}
-"""Of pools, by implementation."""
+"""Of pools, by implementation; mosaic's are those of wgmma."""
 MIN_CAPABILITY, MIN_CAPABILITY_FLOAT8 = 8.0, 8.9
+HOPPER = "9.0"  # wgmma is on no other, not even on newer ones
+MOSAIC_JAX = (0, 11)
+MOSAIC_QUERIES = {128: 16, 256: 8}  # up to a head dim: query heads for each KV head, of which 8 tokens fill a tile
 
 
 @dataclass(frozen=True)
@@ -46,15 +49,23 @@ class Choice:
     reason: str
 
 
+def unavailable(implementation: str) -> str | None:
+    """Why an implementation can not run beside the installed jax; None if it can."""
+    if implementation == "mosaic" and jax.__version_info__ < MOSAIC_JAX:
+        return f"'mosaic' needs jax 0.11 or newer, which needs Python 3.12; this is jax {jax.__version__}"
+    return None
+
+
 def why_not(implementation: str, shape: AttentionShape, device: jax.Device | None = None) -> str | None:
     """What speaks against an implementation for a shape, and what it takes instead; None if nothing does.
 
-    With a device, an NVIDIA GPU must be new enough; on others kernels can be interpreted.
+    Args:
+      device: that is to run it; None leaves that question open. On what is no NVIDIA GPU `triton` can be interpreted.
     """
     if implementation not in IMPLEMENTATIONS:
         return f"implementation: got {implementation!r}, allowed is {IMPLEMENTATIONS}"
     if implementation == "mosaic":
-        return "implementation 'mosaic' is not in this build; 'xla' and 'triton' are"
+        return _why_not_mosaic(shape, device)
     dtype = jnp.dtype(shape.dtype)
     if str(dtype) not in DTYPES[implementation]:
         return f"dtype of the pools: got {dtype}, {implementation!r} takes {', '.join(DTYPES[implementation])}"
@@ -74,6 +85,30 @@ def why_not(implementation: str, shape: AttentionShape, device: jax.Device | Non
     return None
 
 
+def _why_not_mosaic(shape: AttentionShape, device: jax.Device | None) -> str | None:
+    if (missing := unavailable("mosaic")) is not None:
+        return missing
+    if device is not None:
+        capability = getattr(device, "compute_capability", None)
+        if str(capability) != HOPPER:
+            found = f"is a {device.platform}" if capability is None else f"has {capability}"
+            return f"'mosaic' is for Hopper GPUs, of compute capability {HOPPER}, by their wgmma; this device {found}"
+    if jnp.dtype(shape.dtype).itemsize != 2:
+        why = "wgmma rounds float32 to TF32, and codes of 8 bits are not in this build"
+        return f"dtype of the pools: got {shape.dtype}, 'mosaic' takes bfloat16 and float16: {why}"
+    if shape.head_dim % 16 or not 16 <= shape.head_dim <= MAX_HEAD_DIM:
+        return (
+            f"head dim: got {shape.head_dim}, 'mosaic' takes multiples of 16 from 16 to {MAX_HEAD_DIM}, those of wgmma"
+        )
+    if shape.page_size % 8:
+        return f"page size: got {shape.page_size}, 'mosaic' takes multiples of 8, the rows of TMA's tiles"
+    most = next(group for dim, group in MOSAIC_QUERIES.items() if shape.head_dim <= dim)
+    if shape.group > most:
+        beside = f"'mosaic' takes at most {most} beside a head dim of {shape.head_dim}"
+        return f"query heads for each KV head: got {shape.group}, {beside}"
+    return None
+
+
 def best_implementation(device: jax.Device, shape: AttentionShape) -> Choice:
     """The implementation for a shape on a device, and the reason.
 
@@ -89,4 +124,7 @@ def best_implementation(device: jax.Device, shape: AttentionShape) -> Choice:
     refused = why_not("triton", shape, device)
     if refused is not None:
         return Choice("xla", refused)
-    return Choice("triton", f"compute capability {capability}; it takes this shape")
+    reason = f"compute capability {capability}; it takes this shape"
+    if why_not("mosaic", shape, device) is None:
+        reason += "; so does mosaic, which no GPU has measured yet"
+    return Choice("triton", reason)

@@ -4,4 +4,4 @@ IMPLEMENTATIONS = ("xla", "triton", "mosaic")
 
 
 class ImplementationNotAvailable(NotImplementedError):
-    """A known implementation that is not part of this build."""
+    """A known implementation that the installed jax is too old for."""

@@ -21,7 +21,7 @@ Model = Annotated[
 ]
 Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows that decode.")]
 PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=0, help="Prompt tokens beside them.")]
-Attention = Annotated[str, typer.Option("--attention", metavar="triton|xla", help="Who computes attention.")]
+Attention = Annotated[str, typer.Option("--attention", metavar="triton|mosaic|xla", help="Who computes attention.")]
 KvCacheDtype = Annotated[
     str,
     typer.Option(
@@ -59,7 +59,7 @@ def inspect_step(
 
     for name, value, allowed in (
         ("gpu", gpu, tuple(TARGETS)),
-        ("attention", attention, ("triton", "xla")),
+        ("attention", attention, ("triton", "mosaic", "xla")),
         ("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES),
     ):
         if value not in allowed:

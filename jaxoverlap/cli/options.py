@@ -126,7 +126,7 @@ class EngineOptions:
     ] = None
     attention: Annotated[
         str | None,
-        _engine(metavar="auto|xla|triton", help="Who computes attention and KV writes. Default: auto."),
+        _engine(metavar="auto|xla|triton|mosaic", help="Who computes attention and KV writes. Default: auto."),
     ] = None
     watchdog_seconds: Annotated[
         float | None,

@@ -25,6 +25,7 @@ from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine import messages
 from jaxoverlap.engine.door import Door, Entry
 from jaxoverlap.engine.engine import Engine
+from jaxoverlap.engine.garbage import IdleCollector
 from jaxoverlap.engine.link import Link
 from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.messages import EngineFacts, EngineStatus
@@ -103,6 +104,7 @@ class EngineCore:
         self._next_status = 0.0
         self._had_work = False
         self._selector = selectors.DefaultSelector()
+        self._garbage = IdleCollector()
         self._door = Door(engine)
         self._questions = Questions(self, profiler)
         self._watchdog = Watchdog(
@@ -159,8 +161,11 @@ class EngineCore:
         blocked = [link for link in self._links if wait and link.has_unsent]
         for link in blocked:
             self._selector.modify(link.socket, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
-        idle = _STATUS_SECONDS if self._door.waiting else None
-        for key, events in self._selector.select(idle if wait else 0):
+        timeout = _STATUS_SECONDS if self._door.waiting else self._garbage.timeout
+        found = self._selector.select(timeout if wait else 0)
+        if wait and not found and not self._door.waiting:
+            self._garbage.slept()
+        for key, events in found:
             if key.data is None:
                 self._door.hear_bell()
             elif events & selectors.EVENT_READ:
@@ -171,6 +176,7 @@ class EngineCore:
             self._forget(link)
 
     def _step(self) -> None:
+        self._garbage.worked()
         output = self.engine.step()
         self._load.add(len(output.token_ids))
         self._metrics.count(output)

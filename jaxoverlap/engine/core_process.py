@@ -6,7 +6,6 @@ terminal's Ctrl-C or an init system's SIGTERM may reach all processes at once, a
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import logging
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jaxoverlap.config import EngineConfig
+from jaxoverlap.engine.garbage import full_collections_only_when_idle
 from jaxoverlap.engine.link import Link
 from jaxoverlap.engine.messages import EngineFacts
 from jaxoverlap.errors import JaxOverlapError
@@ -94,9 +94,7 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
         capabilities=built.engine.supported_parameters,
         tokenizer_source=source if isinstance(source, Mapping) else str(source),
     )
-    # What start-up has left behind lives for ever; without this each full collection would walk through it.
-    gc.collect()
-    gc.freeze()
+    full_collections_only_when_idle()
     return EngineCore(
         built.engine,
         facts,

@@ -41,10 +41,11 @@ def choose_attention(attention: str, device: jax.Device, config: ModelConfig, pa
     """The implementation in `pallas_kernels` for KV pages of `dtype`; says in the log why.
 
     "auto" takes kernels that suit the device and the model once they have agreed with plain XLA there, tried on
-    small cases and takes seconds; else plain XLA. The others are taken at their word.
+    small cases, which takes seconds; else plain XLA. "mosaic" is tried like that too, and refused where it disagrees:
+    none of its kernels has been on a GPU yet. The others are taken at their word.
 
     Raises:
-      UnsupportedError: it does not take this model's shape.
+      UnsupportedError: it does not take this model's shape or this device, or gets it wrong there.
     """
     shape = AttentionShape(config.num_heads, config.num_kv_heads, config.head_dim, page_size, dtype)
     if attention == "auto":
@@ -56,6 +57,9 @@ def choose_attention(attention: str, device: jax.Device, config: ModelConfig, pa
         logger.log(level, "attention: %s, because %s", choice.implementation, choice.reason)
         return choice.implementation
     reason = why_not(attention, shape, device)
+    if reason is None and attention == "mosaic":
+        wrong = trial.disagreement(attention, shape, device)
+        reason = None if wrong is None else f"mosaic was tried on this device: {wrong}"
     if reason is not None:
         raise UnsupportedError(f"attention: {reason}; use 'auto' or 'xla'")
     if attention == "triton" and device.platform == "cpu":

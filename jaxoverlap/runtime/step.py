@@ -56,7 +56,7 @@ class DeviceStep:
     @property
     def drawing(self) -> dict[str, Any]:
         """Who draws tokens, for `pallas_kernels.draw_tokens`."""
-        return {"implementation": "xla" if self.attention == "xla" else "triton", "interpret": bool(self.interpret)}
+        return {"implementation": self.attention, "interpret": self.interpret}
 
     def __call__(
         self, shape: StepShape, weights: Any, kv: KVPages, state: RowState, packed: jax.Array

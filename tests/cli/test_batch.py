@@ -342,7 +342,7 @@ def test_errors_that_may_pass_are_done_again_when_asked(cli, tmp_path):
         (["-i", "in", "-o", "./in", "--overwrite"], "error: ./in: the output is the same file as the input\n"),
         (["-i", "in", "-o", "out", "--top-p", "0"], "error: top_p: 0.0 is not allowed; use a number in (0, 1]\n"),
         (["-i", "in", "-o", "out", "--max-running", "0"], "error: max_running: 0 is not allowed; use an integer "),
-        (["-i", "in", "-o", "out", "--attention", "mosaic"], "error: attention: 'mosaic' is not in this build"),
+        (["-i", "in", "-o", "out", "--attention", "flash"], "error: attention: 'flash' is not allowed; use one"),
         (["-i", "in", "-o", "out", "--max-model-len", "999"], "error: max_model_len: 999 is not allowed; the model's"),
         (["-i", "in", "-o", "out", "--model", "missing"], "error: missing: no such file or folder\n"),
         (["-i", "in", "-o", "out", "--model", "driver"], "error: cannot start: RuntimeError: no driver\n"),

@@ -1,4 +1,4 @@
-"""The whole engine on the kernels, interpreted: the tokens of a greedy request are those of plain XLA."""
+"""The whole engine on the kernels, interpreted: tokens, drawn ones too, are those of plain XLA."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def outputs(attention: str, model, kv_dtype: str, **changes) -> list[list[int]]:
     assert runner.step.interpret == (attention == "triton")
     engine = Engine(config, runner, lookahead=1, eos_token_ids=(EOS_ID,))
     requests = random_requests(engine, seed=3, count=3, max_tokens=5)
+    requests += random_requests(engine, seed=4, count=2, max_tokens=5, temperature=0.8, top_k=30, top_p=0.9)
     drain(engine)
     return [list(request.output_ids) for request in requests]
 

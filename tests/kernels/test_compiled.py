@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from pallas_kernels.aot import TARGETS, CanNotCompile, compile_for, spec
-from pallas_kernels.launches import LONG_ROWS, all_launches
+from pallas_kernels.launches import LONG_ROWS, Launch, all_launches
 from pallas_kernels.pages import num_bytes
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for NVIDIA GPUs is not installed")
@@ -19,7 +19,7 @@ LAUNCHES = list(all_launches())
 OLDER = [target for target in TARGETS if target != "h200"] if os.environ.get("JAXOVERLAP_ALL_GPUS") else []
 ON = [("h200", launch) for launch in LAUNCHES]
 # What writes is small and alike on all of them.
-ON += [(target, launch) for target in OLDER for launch in LAUNCHES if "attention" in launch.kernel]
+ON += [(target, each) for target in OLDER for each in LAUNCHES if "attention" in each.kernel and each.runs_on(target)]
 
 
 @pytest.mark.parametrize(("target", "launch"), ON, ids=str)
@@ -35,8 +35,13 @@ def test_a_kernel_fits_the_gpu_without_spilling(target, launch):
     assert report.aliased_bytes >= num_bytes(pools)
 
 
+def one_of(implementation: str, kernel: str, case: str = "") -> Launch:
+    found = (each for each in LAUNCHES if (each.implementation, each.kernel) == (implementation, kernel))
+    return next(each for each in found if case in each.case)
+
+
 def test_pools_beyond_2_31_elements_are_addressed_in_64_bits():
-    launch = next(launch for launch in LAUNCHES if launch.kernel == "decode_attention")
+    launch = one_of("triton", "decode_attention")
 
     def products(pages: int) -> int:
         pool = spec((pages, *launch.specs[1].shape[1:]), launch.specs[1].dtype)
@@ -50,12 +55,23 @@ def test_pools_beyond_2_31_elements_are_addressed_in_64_bits():
 
 def test_a_split_is_stored_before_it_is_announced_and_read_after():
     """Stores of all threads, barrier, atomic that releases and acquires on the whole GPU, barrier, loads."""
-    launch = next(launch for launch in LAUNCHES if f"{LONG_ROWS} rows" in launch.case)
+    launch = one_of("triton", "decode_attention", f"{LONG_ROWS} rows")
     ptx = compile_for(TARGETS["h200"], launch.function, *launch.specs, donate=launch.donate).ptx
     before, atomic, after = re.split(r"(atom\.global\S+)", ptx)
     assert atomic == "atom.global.gpu.acq_rel.add.u32"
     assert before.rindex("st.global") < before.rindex("bar.sync")
     assert after.index("bar.sync") < after.index("ld.global")
+
+
+def test_a_part_is_in_memory_before_the_cluster_meets_and_read_after():
+    """TMA's store is waited for, fence, arrival at the cluster's barrier, wait, fence, loads that no cache answers."""
+    launch = one_of("mosaic", "decode_attention", f"{LONG_ROWS} rows")
+    ptx = compile_for(TARGETS["h200"], launch.function, *launch.specs, donate=launch.donate).ptx
+    stored, met, read = ptx.split("fence.acq_rel.cluster;")
+    wait = stored.rindex("cp.async.bulk.wait_group")
+    assert stored.rindex("cp.async.bulk.tensor") < wait < stored.rindex("bar.sync")
+    assert met.index("mbarrier.arrive.shared::cluster") < met.index("mbarrier.try_wait")
+    assert "ld.global" not in met and "ld.global" in read and "ld.global.nc" not in read
 
 
 def test_where_there_is_no_compiler_it_says_so():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import pages
+from pallas_kernels import choice, pages
 
 F32 = jnp.float32
 POOL = (12, 16, 3, 64)
@@ -110,14 +110,15 @@ def test_a_pool_that_slots_can_not_address_is_refused():
         jax.eval_shape(pk.write_kv, big, big, line, line, jax.ShapeDtypeStruct((1,), jnp.int32))
 
 
-def test_what_is_not_in_the_build_says_so():
-    with pytest.raises(pk.ImplementationNotAvailable, match="'mosaic' is not in this build; 'xla' and 'triton' are"):
-        decode(implementation="mosaic")
-    assert issubclass(pk.ImplementationNotAvailable, NotImplementedError)
+def test_what_can_not_be_computed_says_so(monkeypatch):
     with pytest.raises(ValueError, match="implementation: got 'cuda'"):
         decode(implementation="cuda")
     with pytest.raises(ValueError, match="interpret: got True, allowed is False with implementation 'xla'"):
         decode(interpret=True)
+    monkeypatch.setattr(choice, "MOSAIC_JAX", (99, 0))
+    with pytest.raises(pk.ImplementationNotAvailable, match=r"'mosaic' needs jax .* this is jax"):
+        decode(implementation="mosaic")
+    assert issubclass(pk.ImplementationNotAvailable, NotImplementedError)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,41 @@ def test_shapes_that_the_kernels_do_not_take(shape, message):
 
 
 @pytest.mark.parametrize(
-    ("device", "choice"),
+    ("shape", "message"),
+    [
+        ((9, 3, 64, 16, "float32"), "dtype of the pools: got float32, 'mosaic' takes bfloat16 and float16"),
+        ((9, 3, 72, 16, "bfloat16"), "head dim: got 72, 'mosaic' takes multiples of 16 from 16 to 256"),
+        ((9, 3, 64, 12, "bfloat16"), "page size: got 12, 'mosaic' takes multiples of 8"),
+        ((17, 1, 128, 16, "bfloat16"), "got 17, 'mosaic' takes at most 16 beside a head dim of 128"),
+        ((9, 1, 160, 16, "bfloat16"), "got 9, 'mosaic' takes at most 8 beside a head dim of 160"),
+    ],
+)
+def test_shapes_that_mosaic_does_not_take(monkeypatch, shape, message):
+    monkeypatch.setattr(choice, "MOSAIC_JAX", (0, 0))
+    assert message in pk.why_not("mosaic", pk.AttentionShape(*shape))
+    reason = pk.best_implementation(HOPPER, pk.AttentionShape(*shape)).reason
+    assert "mosaic" not in reason
+
+
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0")
+
+
+def test_mosaic_is_for_hopper(monkeypatch):
+    monkeypatch.setattr(choice, "MOSAIC_JAX", (0, 0))
+    shape = pk.AttentionShape(9, 3, 64, 16, "bfloat16")
+    assert pk.why_not("mosaic", shape) is None
+    assert pk.why_not("mosaic", shape, HOPPER) is None
+    for device, found in (
+        ({"platform": "cpu"}, "is a cpu"),
+        ({"platform": "gpu", "compute_capability": "8.0"}, "has 8.0"),
+    ):
+        reason = pk.why_not("mosaic", shape, SimpleNamespace(**device))
+        assert f"'mosaic' is for Hopper GPUs, of compute capability 9.0, by their wgmma; this device {found}" == reason
+    assert "so does mosaic, which no GPU has measured yet" in pk.best_implementation(HOPPER, shape).reason
+
+
+@pytest.mark.parametrize(
+    ("device", "best"),
     [
         ({"platform": "cpu"}, pk.Choice("xla", "on a CPU the kernels are only interpreted")),
         ({"platform": "tpu"}, pk.Choice("xla", "there are no kernels for tpu")),
@@ -146,13 +181,13 @@ def test_shapes_that_the_kernels_do_not_take(shape, message):
             pk.Choice("xla", "the kernels need compute capability 8.0, this device has 7.5"),
         ),
         (
-            {"platform": "gpu", "compute_capability": "9.0"},
-            pk.Choice("triton", "compute capability 9.0; it takes this shape"),
+            {"platform": "gpu", "compute_capability": "8.0"},
+            pk.Choice("triton", "compute capability 8.0; it takes this shape"),
         ),
     ],
 )
-def test_the_best_implementation_says_why(device, choice):
-    assert pk.best_implementation(SimpleNamespace(**device), pk.AttentionShape(9, 3, 64, 16, "bfloat16")) == choice
+def test_the_best_implementation_says_why(device, best):
+    assert pk.best_implementation(SimpleNamespace(**device), pk.AttentionShape(9, 3, 64, 16, "bfloat16")) == best
 
 
 def test_float8_pools_need_a_newer_gpu_than_int8_pools():

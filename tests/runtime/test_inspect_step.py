@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -17,10 +18,12 @@ from pallas_kernels.pages import QUANTIZED
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for NVIDIA GPUs is not installed")
 
 SMOLLM2_135M = ModelConfig("llama", 49_152, 576, 30, 9, 3, 64, 1536, 1e-5, RopeConfig(theta=1e5), True)
+FEW_LAYERS = replace(SMOLLM2_135M, num_layers=4, windows=())
 
 
-def test_a_decode_step_is_one_command_buffer_that_copies_nothing():
-    report = inspect_step(SMOLLM2_135M, TARGETS["h200"], decode_rows=64)
+@pytest.mark.parametrize("attention", ["triton", "mosaic"])
+def test_a_decode_step_is_one_command_buffer_that_copies_nothing(attention):
+    report = inspect_step(SMOLLM2_135M, TARGETS["h200"], attention=attention, decode_rows=64)
     assert not report.faults, str(report)
     assert report.kernels_per_layer == MAX_KERNELS == 9
     assert all(kernel.depth == 1 for kernel in report.compiled.kernels)
@@ -28,14 +31,15 @@ def test_a_decode_step_is_one_command_buffer_that_copies_nothing():
 
 @pytest.mark.parametrize("kv_dtype", QUANTIZED)
 def test_a_step_over_codes_is_one_too_and_its_pool_has_about_half_the_bytes(kv_dtype):
-    report = inspect_step(SMOLLM2_135M, TARGETS["h200"], decode_rows=64, kv_dtype=kv_dtype)
+    report = inspect_step(FEW_LAYERS, TARGETS["h200"], decode_rows=64, kv_dtype=kv_dtype)
     assert not report.faults, str(report)
     assert report.kernels_per_layer == MAX_KERNELS
-    assert report.pool_bytes == 30 * 4096 * 16 * 3 * 2 * (64 + 4)  # bfloat16 has 2 * 64 for 64 + 4
+    assert report.pool_bytes == 4 * 4096 * 16 * 3 * 2 * (64 + 4)  # bfloat16 has 2 * 64 for 64 + 4
 
 
-def test_a_prefill_step_leaves_the_pool_where_it_is():
-    report = inspect_step(SMOLLM2_135M, TARGETS["h200"], decode_rows=0, prompt_tokens=512)
+@pytest.mark.parametrize("attention", ["triton", "mosaic"])
+def test_a_prefill_step_leaves_the_pool_where_it_is(attention):
+    report = inspect_step(FEW_LAYERS, TARGETS["h200"], attention=attention, decode_rows=0, prompt_tokens=512)
     assert report.pool_stays
     assert report.kernels_per_layer == MAX_KERNELS
     assert 20 * report.compiled.temporary_bytes < report.pool_bytes

@@ -17,7 +17,7 @@ from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.executables import SampleShape
 from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
 from jaxoverlap.runtime.runner import choose_attention
-from pallas_kernels import trial
+from pallas_kernels import choice, trial
 from tests.tiny import CONFIG, make_runner, scheduler_config
 
 GIB = 2**30
@@ -54,9 +54,32 @@ def test_no_more_pages_than_all_rows_can_use():
         config.resolve(platform="cpu", vocab_size=9, model_len=256, page_bytes=10**6, kv_memory_bytes=10**5)
 
 
-def test_kernels_that_are_not_built_are_refused_by_name():
-    with pytest.raises(UnsupportedError, match="mosaic"):
-        EngineConfig(attention="mosaic")
+HOPPER = SimpleNamespace(platform="gpu", compute_capability="9.0")
+
+
+def test_kernels_for_another_device_are_refused_at_start(monkeypatch):
+    monkeypatch.setattr(choice, "MOSAIC_JAX", (0, 0))
+    blackwell = SimpleNamespace(platform="gpu", compute_capability="10.0")
+    for device, found in ((jax.devices("cpu")[0], "is a cpu"), (blackwell, "has 10.0")):
+        with pytest.raises(UnsupportedError, match=f"attention: 'mosaic' is for Hopper GPUs.*this device {found}"):
+            choose_attention("mosaic", device, CONFIG, 16, jnp.bfloat16)
+
+
+def test_kernels_that_a_newer_jax_is_needed_for_are_refused_at_start(monkeypatch):
+    monkeypatch.setattr(choice, "MOSAIC_JAX", (99, 0))
+    with pytest.raises(UnsupportedError, match=r"attention: 'mosaic' needs jax 0\.11 or newer.*this is jax"):
+        choose_attention("mosaic", HOPPER, CONFIG, 16, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", [None, "decode attention differs by nan"])
+def test_mosaic_is_tried_at_start_and_refused_where_it_is_wrong(monkeypatch, wrong):
+    monkeypatch.setattr(choice, "MOSAIC_JAX", (0, 0))
+    monkeypatch.setattr(trial, "disagreement", lambda implementation, shape, device: wrong)
+    if wrong is None:
+        assert choose_attention("mosaic", HOPPER, CONFIG, 16, jnp.bfloat16) == "mosaic"
+    else:
+        with pytest.raises(UnsupportedError, match="mosaic was tried on this device: decode attention differs by nan"):
+            choose_attention("mosaic", HOPPER, CONFIG, 16, jnp.bfloat16)
 
 
 def test_a_model_that_the_kernels_do_not_take_is_refused_at_start(monkeypatch):
