@@ -13,6 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.pages import QUANTIZED
+
 FOLDER = Path(__file__).parent / "tuned"
 
 PROGRAMS = 4 * 132  # four for each multiprocessor of an H200
@@ -87,8 +89,8 @@ def formula(problem: Problem) -> Tiling:
             queries=max(16, power_of_two(group)),
             block=block,
             splits=num_splits(problem.rows, problem.kv_heads, problem.longest),
-            # Float32 products and masked lanes take registers; 4 warps would spill there.
-            num_warps=4 if size == 2 and dim == power_of_two(dim) else 8,
+            # Float32 products and masked lanes take registers: 4 warps would spill there, but over codes 8 of them do.
+            num_warps=4 if size == 2 and (dim == power_of_two(dim) or problem.pool_dtype in QUANTIZED) else 8,
             # What the page table leaves of 5 stages are two buffers, of 3 one.
             num_stages=5 if size == 2 else 3,
         )
