@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.experimental.compilation_cache import compilation_cache
 
 
 class CanNotCompile(RuntimeError):
@@ -251,19 +250,6 @@ def _with_mosaic(thunks: Sequence[Thunk], hlo: str, folder: Path) -> Iterator[Th
         dumps = "".join(path.read_text() for path in folder.glob(f"{name[1]}_*.after_layout_inference.txt"))
         shared = [int(size) for size in re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", dumps)]
         yield replace(thunk, kind=MOSAIC_KERNEL, name=name[1], shared_memory=max(shared, default=0))
-
-
-@contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    """What is compiled for a device that is not there can't be read back from JAX's cache."""
-    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        compilation_cache.reset_cache()
 
 
 def _device_kind(target: Target) -> Any:
