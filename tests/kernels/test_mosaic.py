@@ -1,6 +1,8 @@
 """The Mosaic kernels, interpreted, against the dense oracle; with races detected.
 
-A case is seconds, so a few say the most; with JAXOVERLAP_ALL_MOSAIC there are more of them. What is not interpreted:
+With NPROC=16 in the environment, as .ci/newer has it: interpreted warpgroups wait for each other inside of XLA's
+threads, of which there are otherwise as many as cores, and where those do not suffice, none goes on. A case is seconds,
+so a few say the most; with JAXOVERLAP_ALL_MOSAIC there are more of them. What is not interpreted:
 wgmma with its left operand in registers (here it goes through shared memory), and what wgmma reads is no part of the
 detection of races.
 """
@@ -24,7 +26,10 @@ from tests.kernels.cases import Case, assert_rows_close, make
 from tests.kernels.test_extend import cumulative
 from tests.kernels.test_triton import UNOPTIMISED
 
-pytestmark = pytest.mark.skipif(unavailable("mosaic") is not None, reason=str(unavailable("mosaic")))
+pytestmark = [
+    pytest.mark.skipif(unavailable("mosaic") is not None, reason=str(unavailable("mosaic"))),
+    pytest.mark.skipif(int(os.environ.get("NPROC", "0")) < 16, reason="NPROC is not 16 or more"),
+]
 MORE = pytest.mark.skipif(not os.environ.get("JAXOVERLAP_ALL_MOSAIC"), reason="JAXOVERLAP_ALL_MOSAIC is not set")
 
 MOSAIC: dict[str, Any] = {"implementation": "mosaic", "interpret": True}
@@ -119,11 +124,6 @@ def test_a_trial_names_what_is_wrong(monkeypatch, name):
         monkeypatch.setattr(mosaic, each, computed(each, each == name))
     shape = pk.AttentionShape(3, 1, 16, 8, jnp.bfloat16)
     assert f"{name.replace('_', ' ')} differs" in (trial.disagreement("mosaic", shape, interpret=True) or "")
-
-
-@MORE
-def test_a_trial_lets_right_kernels_pass():
-    assert trial.disagreement("mosaic", pk.AttentionShape(3, 1, 64, 8, jnp.bfloat16), interpret=True) is None
 
 
 @MORE
