@@ -23,8 +23,8 @@ from benchmarks import load, report
 from jaxoverlap import LLM
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.engine import Engine
-from jaxoverlap.engine.measured_speeds import speeds_of
-from jaxoverlap.engine.simulation import Arrival, Prediction, simulate
+from jaxoverlap.simulation.measured_speeds import speeds_of
+from jaxoverlap.simulation.virtual_time import Arrival, Prediction, simulate
 
 SCHEDULES = [("serial", 0), ("timeslice", 0), ("overlap", 1), ("overlap", 2)]
 FIGURES = ("tokens/s", "first token s", "between tokens s")

@@ -17,7 +17,7 @@ from jaxoverlap.cli import command
 from jaxoverlap.config import EngineConfig
 
 if TYPE_CHECKING:
-    from jaxoverlap.engine.simulation import Arrival, Prediction, Speeds
+    from jaxoverlap.simulation.virtual_time import Arrival, Prediction, Speeds
 
 
 def simulate(
@@ -62,8 +62,8 @@ def simulate(
     A step takes --device-ms and what its rows, prompt tokens and KV positions add; the host likewise. --measured takes
     them from a trace. The queue, the pages and the order are the real engine's; a network and noise are not in it.
     """
-    from jaxoverlap.engine.simulation import Arrival
-    from jaxoverlap.engine.simulation import simulate as run
+    from jaxoverlap.simulation.virtual_time import Arrival
+    from jaxoverlap.simulation.virtual_time import simulate as run
 
     if not rate > 0:
         raise command.CommandError("--rate: use requests a second, above 0")
@@ -96,9 +96,9 @@ def simulate(
 
 
 def _speeds(paths: list[str] | None) -> Speeds:
-    from jaxoverlap.engine.measured_speeds import speeds_of
-    from jaxoverlap.engine.simulation import Speeds
     from jaxoverlap.observe import trace_file
+    from jaxoverlap.simulation.measured_speeds import speeds_of
+    from jaxoverlap.simulation.virtual_time import Speeds
 
     if not paths:
         return Speeds(step=5e-3, row=10e-6, prompt_token=20e-6, host_step=1e-4, host_row=1e-6)

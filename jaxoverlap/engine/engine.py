@@ -217,6 +217,8 @@ class Engine:
         return timeline
 
     def close(self) -> None:
-        """Lets go of what compiles constraints."""
+        """Lets go of what compiles constraints, and of a recording that nobody has stopped."""
+        if self.loop.timeline is not None:
+            self.stop_timeline()
         if self.constraints is not None:
             self.constraints.close()

@@ -26,6 +26,31 @@ _MARKS_PER_STEP = 12
 _SWITCH_SECONDS = 50e-6
 
 
+class _ShortSwitches:
+    """The interpreter's switch interval, short as long as any recording of the process lasts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._recordings = 0
+        self._usual = 0.0
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._recordings == 0:
+                self._usual = sys.getswitchinterval()
+                sys.setswitchinterval(_SWITCH_SECONDS)
+            self._recordings += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._recordings -= 1
+            if self._recordings == 0:
+                sys.setswitchinterval(self._usual)
+
+
+_short_switches = _ShortSwitches()
+
+
 class Output(Protocol):
     """What a step leaves on the device."""
 
@@ -56,8 +81,7 @@ class Timeline:
         """From now on the watch's laps go here. `clock_now`: what the scheduler's clock says."""
         self.began = perf_counter()
         self.clock_offset = self.began - clock_now
-        self._switch_interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        _short_switches.begin()
         watch.skip()  # what it has begun is not of this recording
         watch.marks = self.marks
         self._waiter.start()
@@ -72,7 +96,7 @@ class Timeline:
 
     def stop(self, watch: Stopwatch) -> None:
         watch.marks = None
-        sys.setswitchinterval(self._switch_interval)
+        _short_switches.end()
         self.ended = perf_counter()
         self._launched.put(None)
 

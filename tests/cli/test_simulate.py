@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 
-from tests.engine.test_measured_speeds import trace
+from tests.simulation.test_measured_speeds import trace
 
 
 def test_the_three_schedules_are_compared(cli):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 import threading
 import time
 from itertools import pairwise
@@ -163,3 +164,14 @@ def test_files_may_be_compressed(tmp_path):
         (tmp_path / "bad").write_bytes(bad)
         with pytest.raises(ValueError, match="bad is no"):
             trace_file.read(tmp_path / "bad")
+
+
+def test_threads_switch_sooner_as_long_as_any_recording_lasts():
+    usual = sys.getswitchinterval()
+    first, second = Harness().engine, Harness().engine
+    first.start_timeline()
+    second.start_timeline()
+    first.stop_timeline()
+    assert sys.getswitchinterval() < usual / 10
+    second.stop_timeline()
+    assert sys.getswitchinterval() == usual

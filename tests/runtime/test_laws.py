@@ -103,14 +103,11 @@ def test_a_step_launched_for_a_row_that_had_finished_changes_nothing():
 # ---------------------------------------------------------------- law 6: one place waits
 
 WAITS = {"block_until_ready", "device_get", "item", "tolist", "asarray", "array"}
-WITHOUT_A_DEVICE = {"simulation.py", "measured_speeds.py"}
 
 
 def test_no_module_near_the_device_reads_a_device_value_but_the_result():
     found = []
     for path in [*(PACKAGE / "runtime").glob("*.py"), *(PACKAGE / "engine").glob("*.py")]:
-        if path.name in WITHOUT_A_DEVICE:
-            continue
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, ast.FunctionDef):
                 continue

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from jaxoverlap.engine.measured_speeds import speeds_of
-from jaxoverlap.engine.simulation import Speeds
 from jaxoverlap.observe.chrome_trace import DEVICE, ENGINE, HOST
+from jaxoverlap.simulation.measured_speeds import speeds_of
+from jaxoverlap.simulation.virtual_time import Speeds
 
 SPEEDS = Speeds(step=4e-3, row=2e-4, prompt_token=3e-5, kv_token=1e-6, host_step=3e-4, host_row=5e-6, after=0.4)
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxoverlap.engine.simulation import Speeds
 from jaxoverlap.observe.chrome_trace import DEVICE, ENGINE, HOST
+from jaxoverlap.simulation.virtual_time import Speeds
 
 _AFTER = ("commit", "detokenize", "send")
 """Laps that come behind the wait."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.engine.simulation import Arrival, Prediction, Speeds, simulate
+from jaxoverlap.simulation.virtual_time import Arrival, Prediction, Speeds, simulate
 
 
 def decode(lookahead: int, *, device: float, host: float, rows: int = 4, steps: int = 100) -> Prediction:
