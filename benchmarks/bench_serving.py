@@ -78,10 +78,13 @@ class Server:
         self._metrics_url = next(word for word in log.split() if word.endswith("/metrics"))
 
     def metrics(self) -> dict[str, float]:
-        """Those without labels, by name."""
+        """Those without labels, by name, and the buckets of histograms, by name and bound."""
         with urllib.request.urlopen(self._metrics_url, timeout=20) as page:
             families = text_string_to_metric_families(page.read().decode())
-        found = {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+        found = {}
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.labels.keys() <= {"le"}:
+                found[" ".join([sample.name, *sample.labels.values()])] = sample.value
         return {name.removeprefix("jaxoverlap_"): value for name, value in found.items()}
 
     def memory(self) -> dict[str, int]:
@@ -217,7 +220,8 @@ async def overhead(args: argparse.Namespace, server: Server) -> list[dict[str, A
 async def soak(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     """`streams` callers, one request after the other each; some are left before or while they are answered. Every
     answer is compared with the one that the same request got when it was alone. Memory is compared between the last
-    tenth of the time and the second one, for in the first there is something to be grown."""
+    tenth of the time and the second one, for in the first there is something to be grown. Timelines are recorded half of
+    the time, and thrown away."""
     rng = random.Random(0)
     async with AsyncClient(server.target, progress=False) as client:
         work = work_of(args, args.distinct)
@@ -240,7 +244,10 @@ async def soak(args: argparse.Namespace, server: Server) -> dict[str, Any]:
         async def watch() -> None:
             while time.monotonic() < end:
                 memory.append((time.monotonic() - began, server.memory()))
-                await asyncio.sleep(min(5.0, 60 * args.minutes / 100))
+                await client.start_trace()
+                await asyncio.sleep(min(2.5, 60 * args.minutes / 200))
+                await client.stop_trace()
+                await asyncio.sleep(min(2.5, 60 * args.minutes / 200))
 
         await asyncio.gather(watch(), *(caller() for _ in range(args.streams)))
         while (now := await client.load()).running or now.queued:
@@ -258,8 +265,13 @@ async def soak(args: argparse.Namespace, server: Server) -> dict[str, Any]:
             for low, high in ((0.1, 0.2), (0.9, 1.01))
         )
         growth.append({"process": name, "early MiB": early / _MIB, "late MiB": late / _MIB, "growth": late / early - 1})
+    counts |= {
+        "leaked pages": leaked,
+        "compiles": int(seen["compiles_after_ready_total"]),
+        "gc pauses over 10 ms": int(seen["gc_pause_seconds_count"] - seen["gc_pause_seconds_bucket 0.01"]),
+    }
     return {
-        "counts": [{**counts, "leaked pages": leaked, "compiles": int(seen["compiles_after_ready_total"])}],
+        "counts": [counts],
         "memory": growth,
         "samples": [{"seconds": moment, **rss} for moment, rss in memory],
     }

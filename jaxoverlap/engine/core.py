@@ -99,12 +99,12 @@ class EngineCore:
         self._by_key: dict[tuple[int, int], Owner] = {}
         """By front end and key."""
         self._load = LoadMeter()
-        self._metrics = EngineMetrics(engine.loop)
+        self._garbage = IdleCollector()
+        self._metrics = EngineMetrics(engine.loop, self._garbage.pauses)
         self._num_preemptions = 0
         self._next_status = 0.0
         self._had_work = False
         self._selector = selectors.DefaultSelector()
-        self._garbage = IdleCollector()
         self._door = Door(engine)
         self._questions = Questions(self, profiler)
         self._watchdog = Watchdog(
@@ -122,6 +122,7 @@ class EngineCore:
         """
         self._broadcast("ready", vars(self.facts))
         self._watchdog.start()
+        self._garbage.start()
         try:
             while self._supervisor.is_open:
                 self._turn()
@@ -131,6 +132,7 @@ class EngineCore:
             self._broadcast("failed", text)
             raise
         finally:
+            self._garbage.stop()
             self._watchdog.stop()
             for link in self._links:
                 link.close()

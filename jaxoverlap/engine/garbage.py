@@ -7,6 +7,12 @@ cached pages it takes 90 ms. Young ones, well below a millisecond, go on for wha
 from __future__ import annotations
 
 import gc
+import time
+from typing import Any
+
+from jaxoverlap.observe.histogram import Histogram
+
+_PAUSE_SECONDS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 
 IDLE_SECONDS = 2.0
 """Without work or a message, before a full collection is made."""
@@ -23,10 +29,22 @@ def full_collections_only_when_idle() -> None:
 
 
 class IdleCollector:
-    """Says how long to sleep, and collects once in a while that nothing happens."""
+    """Says how long to sleep, collects once in a while that nothing happens, and notes what other collections took.
+
+    Attributes:
+      pauses: in seconds, of the collections between `start` and `stop` that were not made in idle time.
+    """
 
     def __init__(self) -> None:
+        self.pauses = Histogram(_PAUSE_SECONDS)
         self._is_clean = True
+        self._began = 0.0
+
+    def start(self) -> None:
+        gc.callbacks.append(self._note)
+
+    def stop(self) -> None:
+        gc.callbacks.remove(self._note)
 
     def worked(self) -> None:
         self._is_clean = False
@@ -39,5 +57,13 @@ class IdleCollector:
     def slept(self) -> None:
         """The timeout has passed, and nothing has come."""
         if not self._is_clean:
+            self.stop()
             gc.collect()
+            self.start()
             self._is_clean = True
+
+    def _note(self, phase: str, _: dict[str, Any]) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self.pauses.add(time.perf_counter() - self._began)

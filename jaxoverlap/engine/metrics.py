@@ -34,9 +34,9 @@ class _Progress:
 
 
 class EngineMetrics:
-    """See the module's rules. Of the turns of `loop` it wants to hear each one."""
+    """See the module's rules. Of the turns of `loop` it wants to hear each one. `pauses`: of `IdleCollector`."""
 
-    def __init__(self, loop: OverlapLoop) -> None:
+    def __init__(self, loop: OverlapLoop, pauses: Histogram) -> None:
         self._loop = loop
         self._requests: dict[int, _Progress] = {}
         self._started = self._steps = self._overlapped_steps = self._prompt_tokens = self._generation_tokens = 0
@@ -51,6 +51,7 @@ class EngineMetrics:
             "request_queue_time_seconds": Histogram(_FIRST_TOKEN_SECONDS),
             "request_generation_tokens": Histogram(_TOKENS),
             "step_host_seconds": Histogram(_STEP_SECONDS),
+            "gc_pause_seconds": pauses,
         }
 
     def start(self, request: Request, called: float) -> None:

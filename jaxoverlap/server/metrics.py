@@ -59,6 +59,7 @@ HISTOGRAMS = {
     "request_queue_time_seconds": "From the engine's queue to a row.",
     "request_generation_tokens": "Tokens of requests that have ended, however they did.",
     "step_host_seconds": "Host time of a step: planned, launched, committed.",
+    "gc_pause_seconds": "Garbage collections of the engine's process, but for those it makes when idle.",
 }
 
 

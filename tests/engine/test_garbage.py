@@ -61,6 +61,7 @@ def test_full_collections_are_for_idle_times():
         kept = [[] for _ in range(200_000)]
         assert collected and 2 not in collected
         collector = IdleCollector()
+        collector.start()
         assert collector.timeout is None
         collector.slept()
         assert 2 not in collected
@@ -68,6 +69,12 @@ def test_full_collections_are_for_idle_times():
         assert collector.timeout > 0
         collector.slept()
         assert collected[-1] == 2 and collector.timeout is None
+        assert collector.pauses.read()["counts"][-1] == 0, "idle collections are not pauses"
+        gc.collect(0)
+        collector.stop()
+        gc.collect(0)
+        read = collector.pauses.read()
+        assert read["counts"][-1] == 1 and 0 < read["sum"] < 1
         del kept
     finally:
         gc.callbacks.pop()
