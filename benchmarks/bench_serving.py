@@ -220,8 +220,8 @@ async def overhead(args: argparse.Namespace, server: Server) -> list[dict[str, A
 async def soak(args: argparse.Namespace, server: Server) -> dict[str, Any]:
     """`streams` callers, one request after the other each; some are left before or while they are answered. Every
     answer is compared with the one that the same request got when it was alone. Memory is compared between the last
-    tenth of the time and the second one, for in the first there is something to be grown. Timelines are recorded half of
-    the time, and thrown away."""
+    tenth of the time and the second one, for in the first there is something to be grown. Timelines are recorded half
+    of the time, and thrown away."""
     rng = random.Random(0)
     async with AsyncClient(server.target, progress=False) as client:
         work = work_of(args, args.distinct)
