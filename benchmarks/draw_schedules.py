@@ -1,26 +1,30 @@
 """Pictures of the three schedules for docs/, from the embedded model: `python -m benchmarks.draw_schedules`.
 
 Four requests decode when two longer prompts arrive, one after the other; each schedule serves the same, and what its
-trace comes to is printed beside. The pictures are of the moment at which the first of the two arrives.
+trace comes to is printed beside, and the moments of one token after the launch of its step. The pictures begin a little
+before the first of the two arrives.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report
 from jaxoverlap import LLM, SamplingParams
+from jaxoverlap.observe.chrome_trace import REQUESTS
 from jaxoverlap.observe.figures import save
+from jaxoverlap.observe.step_log import StepRecord
 from jaxoverlap.observe.trace_picture import to_figure
 
 SCHEDULES = ("serial", "timeslice", "overlap")
 FOLDER = Path(__file__).parent.parent / "docs" / "pictures"
 
 
-def record(schedule: str) -> dict[str, Any]:
-    """The trace of a run, after one that warms up."""
+def record(schedule: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The trace of a run, after one that warms up, and a token's moments."""
     long, short = (SamplingParams(temperature=0, max_tokens=count, ignore_eos=True) for count in (24, 8))
     with LLM(schedule=schedule, max_running=8, max_model_len=512, max_batched_tokens=128, progress=False) as llm:
         for trial in range(2):
@@ -30,23 +34,47 @@ def record(schedule: str) -> dict[str, Any]:
                 engine.add([100 + row] * 32, long)
             if trial:
                 llm.start_trace()
-            for turn in range(200):
+            turn = 0
+            while engine.has_work or turn <= 12:
                 if turn in (8, 12):
                     engine.add([200 + turn] * 200, short)
-                if not engine.has_work:
-                    break
                 engine.step()
-        return llm.stop_trace()
+                turn += 1
+        moments = moments_of(engine.loop.log.last(turn))
+        return llm.stop_trace(), {"schedule": schedule, **moments}
+
+
+def moments_of(steps: Sequence[StepRecord]) -> dict[str, float]:
+    """Of the token that is made by the middle one of the steps in which only decoding rows run, in ms."""
+    alone = [index for index, step in enumerate(steps[:-1]) if step.kind == "decode" and steps[index + 1].launched]
+    before, step, after = (steps[alone[len(alone) // 2] + offset] for offset in (-1, 0, 1))
+    moments = {
+        "step before materialised": min(before.ready, before.committed),  # a thread saw it, perhaps late
+        "materialised": min(step.ready, step.committed),
+        "step after launched": after.launched,
+        "committed": step.committed,
+    }
+    return {name: 1e3 * (moment - step.launched) for name, moment in moments.items()}
+
+
+def arrival_ms(trace: dict[str, Any], index: int) -> float:
+    """When the request came that came as number `index`, counted from the first step's launch."""
+    events = trace["traceEvents"]
+    first_step = min(event["ts"] for event in events if event.get("cat") == "device")
+    queued = [event["ts"] for event in events if event["pid"] == REQUESTS and event["name"] == "queued"]
+    return (sorted(queued)[index] - first_step) / 1e3
 
 
 def main() -> None:
     options = report.parser(__doc__)
     options.add_argument("--folder", type=Path, default=FOLDER)
-    options.add_argument("--start-ms", type=float, default=600)
-    options.add_argument("--length-ms", type=float, default=1200)
+    options.add_argument("--before-ms", type=float, default=200)
+    options.add_argument("--length-ms", type=float, default=1600)
     options.add_argument("--traces", type=Path, help="keep them in this folder")
     args = options.parse_args()
-    traces = {schedule: record(schedule) for schedule in SCHEDULES}
+    recorded = {schedule: record(schedule) for schedule in SCHEDULES}
+    traces = {schedule: trace for schedule, (trace, _) in recorded.items()}
+    moments = [token for _, token in recorded.values()]
     rows = []
     for schedule, trace in traces.items():
         if args.traces is not None:
@@ -64,9 +92,11 @@ def main() -> None:
             }
         )
     args.folder.mkdir(parents=True, exist_ok=True)
-    save(to_figure(traces, start_ms=args.start_ms, length_ms=args.length_ms), str(args.folder / "schedules.svg"))
+    starts = {schedule: arrival_ms(trace, 4) - args.before_ms for schedule, trace in traces.items()}
+    save(to_figure(traces, start_ms=starts, length_ms=args.length_ms), str(args.folder / "schedules.svg"))
     report.show("The same six requests", rows)
-    report.write(args.json, "schedules", {"rows": rows})
+    report.show("Moments of a token, ms after its step was launched", moments)
+    report.write(args.json, "schedules", {"rows": rows, "moments": moments})
 
 
 if __name__ == "__main__":

@@ -22,6 +22,9 @@ from jaxoverlap.model.rope import inverse_frequencies
 
 Attend = Callable[..., jax.Array]
 
+FEW_TOKENS = 32
+"""Up to so many, a CPU's products are turned; see `contract`."""
+
 
 def matmul_precision(dtype: Any) -> jax.lax.Precision:
     """Precision for matrix products on `dtype`.
@@ -184,14 +187,31 @@ def random_weights(config: ModelConfig, dtype: Any, seed: int = 0) -> layout.Wei
 
 
 def contract(x: jax.Array, kernel: jax.Array, axis: int, out_dtype: Any) -> jax.Array:
-    """The product of the last axis of `x` with one axis of a matrix."""
-    return jax.lax.dot_general(
-        x,
-        kernel,
-        (((x.ndim - 1,), (axis,)), ((), ())),
-        precision=matmul_precision(kernel.dtype),
-        preferred_element_type=out_dtype,
-    )
+    """The product of the last axis of `x` [T, in] with one axis of a matrix: [T, out].
+
+    With few tokens a CPU multiplies the other way round, for the library's tiles are long in the first operand's
+    direction: the products of a decode step take 0.6 of the time at 4 to 16 rows, 0.8 at 32, and more from 64 on.
+    """
+
+    def product(left: jax.Array, left_axis: int, right: jax.Array, right_axis: int) -> jax.Array:
+        return jax.lax.dot_general(
+            left,
+            right,
+            (((left_axis,), (right_axis,)), ((), ())),
+            precision=matmul_precision(kernel.dtype),
+            preferred_element_type=out_dtype,
+        )
+
+    def plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        return product(x, 1, kernel, axis)
+
+    def turned(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        # Without the barrier XLA turns it back.
+        return jax.lax.optimization_barrier(product(kernel, axis, x, 1)).T
+
+    if 1 < len(x) <= FEW_TOKENS:
+        return jax.lax.platform_dependent(x, kernel, cpu=turned, default=plain)
+    return plain(x, kernel)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:

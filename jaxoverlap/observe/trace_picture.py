@@ -26,11 +26,13 @@ _EXPOSED = "#e45756"
 _LANES = {HOST: 1.0, DEVICE: 0.0}
 
 
-def to_figure(traces: Mapping[str, dict[str, Any]], *, start_ms: float, length_ms: float) -> Figure:
+def to_figure(
+    traces: Mapping[str, dict[str, Any]], *, start_ms: float | Mapping[str, float], length_ms: float
+) -> Figure:
     """A window of each trace, by its title.
 
     Args:
-      start_ms, length_ms: from the first step of each trace on.
+      start_ms: after the first step of each trace, for all or by title; length_ms: from there.
 
     Raises:
       ValueError: a trace has no step in the window.
@@ -41,7 +43,8 @@ def to_figure(traces: Mapping[str, dict[str, Any]], *, start_ms: float, length_m
     rows = figure.subplots(len(traces), 1, sharex=True, squeeze=False)[:, 0]
     drawn: dict[str, Any] = {}
     for axes, (title, trace) in zip(rows, traces.items(), strict=True):
-        drawn |= _draw(axes, title, trace, start_ms, length_ms)
+        start = start_ms[title] if isinstance(start_ms, Mapping) else start_ms
+        drawn |= _draw(axes, title, trace, start, length_ms)
     rows[-1].set_xlabel("ms")
     figure.legend(drawn.values(), drawn.keys(), loc="outside lower center", ncols=9, frameon=False, fontsize="small")
     return figure

@@ -175,19 +175,28 @@ def test_padding_ids_read_zeros(saved):
     assert np.isfinite(np.asarray(hidden)).all()
 
 
-def test_float32_products_are_pinned_to_full_precision(saved):
+@pytest.mark.parametrize(("tokens", "forms"), [(1, 1), (2, 2)], ids=["one form", "a CPU's and another"])
+def test_float32_products_are_pinned_to_full_precision(saved, tokens, forms):
     # A GPU would compute them in TF32, about 1e-3 off; bfloat16 is left alone.
     config = load_model(saved("llama")[1], "float32").config
     assert matmul_precision(jnp.bfloat16) == jax.lax.Precision.DEFAULT
-    ids = jnp.zeros(2, jnp.int32)
+    ids = jnp.zeros(tokens, jnp.int32)
 
     def run(weights):
         decoder = Decoder(config, np.float32)
         hidden = decoder.apply(weights, ids, ids, lambda layer, q, k, v: q)
         return decoder.apply(weights, hidden, method=Decoder.logits)
 
-    equations = jax.make_jaxpr(run)(abstract_weights(config, np.float32)).eqns
-    products = [equation for equation in equations if equation.primitive.name == "dot_general"]
-    assert len(products) == 4 * config.num_layers + 1
+    products = list(_products(jax.make_jaxpr(run)(abstract_weights(config, np.float32)).jaxpr))
+    assert len(products) == forms * (4 * config.num_layers + 1)
     highest = jax.lax.Precision.HIGHEST
     assert all(equation.params["precision"] == (highest, highest) for equation in products)
+
+
+def _products(jaxpr):
+    """All of its equations that are products, those of its branches included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            yield equation
+        for branch in equation.params.get("branches", ()):
+            yield from _products(branch.jaxpr)
