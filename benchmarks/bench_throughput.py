@@ -1,84 +1,36 @@
-"""Decode throughput of the embedded model beside transformers, in one run on the same prompts: `generate`, and its
-continuous batching (`generate_batch`, paged attention over a KV cache as ours).
+"""Decode throughput of the embedded model beside other engines, in one run on the same prompts.
 
-Greedy, float32, prompt 64 tokens, 128 new tokens, batch 1, 8, 32; engines alternate within each repeat, and the
-median of the repeats is compared. Needs torch (`pip install .[test]`).
+    python -m benchmarks.bench_throughput --peers transformers vLLM --python vLLM=/somewhere/bin/python
 
-Prediction: a float32 step reads 540 MB of weights, some 47 ms on two cores, so about 20 tokens/s at batch 1; at 8
-rows and more the matrix products bound it. transformers pays
-for its Python in every step, so it stays behind at every size.
+Greedy, float32, prompt 64 tokens, 128 new tokens, batch 1, 8, 32. Each engine has a process of its own
+(`benchmarks.engines` says which there are) and may have its own Python, with `--python`. They take turns within each
+repeat, no prompt comes twice, and medians are compared. Needs torch (`pip install .[test]`), for transformers and to
+write the model's files.
+
+Prediction: a float32 step reads 540 MB of weights, some 47 ms on two cores, so about 20 tokens/s at batch 1; at 8 rows
+and more the matrix products bound it. transformers pays for its Python in every step, so it stays behind at every size.
+vLLM's and llama.cpp's attention is made for a CPU, ours is what XLA makes of gathers and small products, so from 8 rows
+on we stay behind them.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
-import time
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from benchmarks import report
+from benchmarks.engines import ENGINES, EngineProcess, Ids, Settings
+from benchmarks.model_files import write_all
 
 PROMPT_LEN = 64
+OURS, *PEERS = ENGINES
 
 
-def prompts(count: int) -> list[list[int]]:
-    return [[(7 * row + 13 * i) % 40_000 + 100 for i in range(PROMPT_LEN)] for row in range(count)]
-
-
-class Ours:
-    name = "jaxoverlap"
-
-    def __init__(self, batches: list[int], new_tokens: int) -> None:
-        from jaxoverlap import LLM, SamplingParams
-
-        rows = max(batches)
-        self.params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        self.llm = LLM(max_running=rows, max_model_len=PROMPT_LEN + new_tokens, max_batched_tokens=512, progress=False)
-
-    def generate(self, batch: int) -> list[list[int]]:
-        return [output.token_ids for output in self.llm.generate(prompts(batch), self.params)]
-
-
-class Transformers:
-    name = "transformers"
-
-    def __init__(self, batches: list[int], new_tokens: int) -> None:
-        import torch
-
-        from tests.real_model import transformers_model
-
-        self.torch, self.new_tokens = torch, new_tokens
-        self.model = transformers_model()
-
-    def generate(self, batch: int) -> list[list[int]]:
-        ids = self.torch.tensor(prompts(batch))
-        with self.torch.inference_mode():
-            output = self.model.generate(
-                ids,
-                attention_mask=self.torch.ones_like(ids),
-                max_new_tokens=self.new_tokens,
-                min_new_tokens=self.new_tokens,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        return output[:, PROMPT_LEN:].tolist()
-
-
-class ContinuousBatching(Transformers):
-    name = "continuous batching"
-
-    def __init__(self, batches: list[int], new_tokens: int) -> None:
-        from transformers import GenerationConfig
-
-        super().__init__(batches, new_tokens)
-        # It has no minimum: an end of sequence that is no token makes its answers as long as the others'.
-        self.config = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-
-    def generate(self, batch: int) -> list[list[int]]:
-        answers = self.model.generate_batch(prompts(batch), generation_config=self.config)
-        return [answer.generated_tokens for answer in answers.values()]
-
-
-PEERS = {engine.name: engine for engine in (Transformers, ContinuousBatching)}
+def prompts(count: int, turn: int) -> Ids:
+    return [[(7 * row + 13 * i + 97 * turn) % 40_000 + 100 for i in range(PROMPT_LEN)] for row in range(count)]
 
 
 def main() -> None:
@@ -86,41 +38,68 @@ def main() -> None:
     options.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     options.add_argument("--new-tokens", type=int, default=128)
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--peers", nargs="+", choices=PEERS, default=list(PEERS))
+    options.add_argument("--threads", type=int, default=os.cpu_count())
+    options.add_argument("--peers", nargs="*", choices=PEERS, default=["transformers", "continuous batching"])
+    options.add_argument(
+        "--python", nargs="*", default=[], metavar="PEER=PATH", help="of peers in environments of their own"
+    )
     args = options.parse_args()
-    engines = [engine(args.batches, args.new_tokens) for engine in (Ours, *(PEERS[name] for name in args.peers))]
+    pythons = dict(pair.split("=", 1) for pair in args.python)
+    if unknown := pythons.keys() - set(PEERS):
+        options.error(f"--python: there is no peer {', '.join(map(repr, unknown))}; there are {', '.join(PEERS)}")
     rows = []
-    for batch in args.batches:
-        seconds: dict[str, list[float]] = {engine.name: [] for engine in engines}
-        answers = {}
-        for repeat in range(args.repeats + 1):
-            for engine in engines:
-                started = time.perf_counter()
-                answers[engine.name] = engine.generate(batch)
-                if repeat:  # the first round warms up
-                    seconds[engine.name].append(time.perf_counter() - started)
-        median = {name: statistics.median(values) for name, values in seconds.items()}
-        tokens = batch * args.new_tokens
-        row: dict[str, Any] = {"batch": batch, f"{Ours.name} tokens/s": tokens / median[Ours.name]}
-        for name in args.peers:
-            same = sum(map(_same, answers[Ours.name], answers[name]))
-            row |= {
-                f"{name} tokens/s": tokens / median[name],
-                f"ours / {name}": median[name] / median[Ours.name],
-                f"same ids as {name}": f"{same}/{tokens}",
-            }
-        rows.append(row)
+    with tempfile.TemporaryDirectory() as folder:
+        if args.peers:
+            write_all(Path(folder))
+        settings = Settings(max(args.batches), PROMPT_LEN, args.new_tokens, args.threads, folder)
+        engines = {}
+        try:
+            for name in (OURS, *args.peers):
+                engines[name] = EngineProcess(name, settings, **({"python": pythons[name]} if name in pythons else {}))
+            for batch in args.batches:
+                rows.append(compare(engines, batch, args))
+                report.show("SmolLM2-135M, greedy, float32", rows[-1:])
+                _write(args, rows)
+        finally:
+            for engine in engines.values():
+                engine.close()
     note = f"prompt {PROMPT_LEN}, {args.new_tokens} new tokens, prefill included, median of {args.repeats}"
     report.show("SmolLM2-135M, greedy, float32", rows, note)
+
+
+def compare(engines: dict[str, EngineProcess], batch: int, args: Any) -> dict[str, Any]:
+    """A row: throughput of each, how often each is slower than ours, and how many of its ids are ours."""
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    answers: dict[str, Ids] = {}
+    for turn in range(args.repeats + 1):
+        for name, engine in engines.items():
+            taken, answers[name] = engine.generate(prompts(batch, turn))
+            if turn:  # the first round warms up
+                seconds[name].append(taken)
+    median = {name: statistics.median(values) for name, values in seconds.items()}
+    tokens = batch * args.new_tokens
+    row: dict[str, Any] = {"batch": batch, f"{OURS} tokens/s": tokens / median[OURS]}
+    for name in args.peers:
+        same = sum(map(_same, answers[OURS], answers[name]))
+        row |= {
+            f"{name} tokens/s": tokens / median[name],
+            f"ours / {name}": median[name] / median[OURS],
+            f"same ids as {name}": f"{same}/{tokens}",
+        }
+    return row
+
+
+def _write(args: Any, rows: list[dict[str, Any]]) -> None:
     plot = {
         "title": "Decode throughput",
         "table": "rows",
         "x": "batch",
-        "lines": [f"{name} tokens/s" for name in (Ours.name, *args.peers)],
+        "lines": [f"{name} tokens/s" for name in (OURS, *args.peers)],
         "unit": "tokens a second",
         "log": True,
     }
-    report.write(args.json, "throughput", {"rows": rows, "plots": [plot]})
+    settings = {"threads": args.threads, "repeats": args.repeats, "new tokens": args.new_tokens}
+    report.write(args.json, "throughput", {"settings": settings, "rows": rows, "plots": [plot]})
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:
