@@ -149,7 +149,7 @@ class RequestLimits:
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise InvalidRequestError(name, ids, "token ids are integers in a flat list")
         wrong = (array < 0) | (array >= self.vocab_size)
-        if wrong.any():
+        if np.count_nonzero(wrong):
             index = int(np.argmax(wrong))
             allowed = f"token ids go from 0 to {self.vocab_size - 1}"
             raise InvalidRequestError(f"{name}[{index}]", int(array[index]), allowed)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import time
 import zlib
+from array import array
 from collections import deque
 from collections.abc import Sequence
 
@@ -30,18 +31,18 @@ _MASK = (1 << 64) - 1
 POISON = 0xDEADDEAD
 
 
-def _mix(value: int) -> int:
-    value = (value ^ (value >> 31)) * _MIX & _MASK
-    return value ^ (value >> 29)
-
-
 def _kv(token: int, position: int) -> int:
     """What a slot holds: 32 bits, and never the same for another token or position."""
     return (token + 12) * MAX_LEN + position
 
 
 def _next_token(checksum: int, position: int, salt: int) -> int:
-    return _mix(checksum ^ _mix(position + 7919 * salt)) % VOCAB_SIZE
+    mixed = 0
+    for word in (position + 7919 * salt, checksum):
+        mixed ^= word
+        mixed = (mixed ^ (mixed >> 31)) * _MIX & _MASK
+        mixed ^= mixed >> 29
+    return mixed % VOCAB_SIZE
 
 
 def oracle(
@@ -118,10 +119,10 @@ class ToyRunner:
         window: int | None = None,
     ) -> None:
         self.limits, self.step_seconds, self.salted, self.window = limits, step_seconds, salted, window
-        self.kv = np.full((limits.num_pages, limits.page_size), POISON, dtype=np.uint32)
-        columns = -(-limits.max_model_len // limits.page_size)
-        self.page_table = np.full((max_running, columns), limits.num_pages, dtype=np.intp)
-        # Read and written one by one, where lists are quicker than arrays.
+        # All of it is read and written one by one, where lists are quicker than numpy's arrays.
+        self.kv = [self._poisoned() for _ in range(limits.num_pages)]
+        self._no_pages = [limits.num_pages] * -(-limits.max_model_len // limits.page_size)
+        self.page_table = [self._no_pages] * max_running
         self.last_token = [0] * max_running
         self.seq_len = [0] * max_running
         self.num_outputs = [0] * max_running
@@ -159,27 +160,25 @@ class ToyRunner:
         while step.result is None:
             oldest = self.launched.popleft()
             oldest.result = self._run(oldest)
-        remaining = step.ready_at - time.perf_counter()
-        if remaining > 0:
-            time.sleep(remaining)
+        if self.step_seconds:
+            time.sleep(max(0.0, step.ready_at - time.perf_counter()))
         return step.result
 
     def _run(self, step: _ToyStep) -> np.ndarray:
-        plan, allowed = step.plan, step.allowed
+        plan = step.plan
         assert step.may_run, "only the first half of the step was launched"
-        results = [self._run_chunk(chunk, ids) for chunk, ids in zip(plan.chunks, allowed, strict=False)]
-        decoding = zip(plan.decode_rows.tolist(), plan.decode_new_pages.tolist(), strict=True)
-        results += [
-            self._run_decode(row, page, ids)
-            for (row, page), ids in zip(decoding, allowed[len(plan.chunks) :], strict=True)
-        ]
-        return np.array([(token, int(status)) for token, status in results], dtype=np.int32).reshape(-1, 2)
+        ids, outcomes = iter(step.allowed), array("i")
+        for chunk in plan.chunks:
+            outcomes.extend(self._run_chunk(chunk, next(ids)))
+        for row, page in zip(plan.decode_rows.tolist(), plan.decode_new_pages.tolist(), strict=True):
+            outcomes.extend(self._run_decode(row, page, next(ids)))
+        return np.ndarray((len(plan.rows), 2), np.int32, outcomes)
 
     def _run_chunk(self, chunk, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
         row = chunk.row
         request: Request = chunk.request
-        self.page_table[row] = self.limits.num_pages
-        self.page_table[row, : len(chunk.page_table)] = chunk.page_table
+        pages = chunk.page_table.tolist()
+        self.page_table[row] = pages + self._no_pages[len(pages) :]
         self.num_outputs[row], self.max_outputs[row] = chunk.num_outputs, request.max_tokens
         self.salt[row] = salt_of(request.seed, request.sample_index) if self.salted else 0
         assert len(request.stop_ids) <= MAX_STOP_IDS
@@ -195,23 +194,24 @@ class ToyRunner:
             return -1, RowStatus.VOID
         position = self.seq_len[row]
         if new_page != self.limits.num_pages:
-            self.page_table[row, position // self.limits.page_size] = new_page
+            self.page_table[row][position // self.limits.page_size] = new_page
         self._write(row, position, self.last_token[row])
         self.seq_len[row] += 1
         return self._sample(row, allowed)
 
     def _write(self, row: int, position: int, token: int) -> None:
         size = self.limits.page_size
-        page = self.page_table[row, position // size]
+        page = self.page_table[row][position // size]
         assert page < self.limits.num_pages, f"row {row}: position {position} has no page"
-        self.kv[page, position % size] = _kv(token, position)
+        self.kv[page][position % size] = _kv(token, position)
 
     def _sample(self, row: int, allowed: np.ndarray | None) -> tuple[int, RowStatus]:
         length, size = self.seq_len[row], self.limits.page_size
         first = 0 if self.window is None else max(0, length - self.window)
-        pages = self.page_table[row, first // size : -(-length // size)]
-        slots = self.kv[pages].reshape(-1)[first % size : first % size + length - first]
-        token = _next_token(zlib.crc32(slots), length, self.salt[row])
+        pages = self.page_table[row][first // size : -(-length // size)]
+        slots = b"".join([self.kv[page] for page in pages])
+        start = first % size
+        token = _next_token(zlib.crc32(slots[4 * start : 4 * (start + length - first)]), length, self.salt[row])
         if allowed is not None and len(allowed) < VOCAB_SIZE:
             if len(allowed) == 0:
                 self.finished[row] = True
@@ -228,7 +228,11 @@ class ToyRunner:
 
     def poison(self, pages: np.ndarray) -> None:
         """What a page holds once nobody owns it."""
-        self.kv[pages] = POISON
+        for page in pages.tolist():
+            self.kv[page] = self._poisoned()
+
+    def _poisoned(self) -> array[int]:
+        return array("I", [POISON]) * self.limits.page_size
 
 
 def toy_sampling(**changes) -> SamplingParams:

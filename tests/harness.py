@@ -36,7 +36,8 @@ class Harness:
     """Further fields of `SchedulerConfig`."""
     now: float = 0.0
     """The scheduler's clock."""
-    check_every_turn: bool = True
+    check_every: int | None = 1
+    """Turns from one look at every page and lock to the next; None looks at the end only."""
     turns: int = 0
     plans: list[StepPlan] = field(default_factory=list)
     """Launched so far."""
@@ -86,9 +87,11 @@ class Harness:
         output = self.engine.step()
         self.turns += 1
         self._receive(output)
-        self._timed = [request for request in self._timed if request.status != RequestStatus.FINISHED]
-        assert all(request.deadline > self.now for request in self._timed), "a deadline has passed and nobody noticed"
-        if self.check_every_turn:
+        if self._timed:
+            self._timed = [request for request in self._timed if request.status != RequestStatus.FINISHED]
+            assert all(request.deadline > self.now for request in self._timed), "a deadline has passed, unnoticed"
+        assert self.scheduler.state.memory.num_unpromised >= 0, "promised pages are not there"
+        if self.check_every is not None and self.turns % self.check_every == 0:
             self.scheduler.check_integrity()
             self._check_salts()
         return output
@@ -126,9 +129,8 @@ class Harness:
 
     def run(self, max_turns: int = 20_000) -> None:
         """To the end, and checks that everything is back."""
-        for _ in range(max_turns):
-            if not self.engine.has_work:
-                break
+        last = self.turns + max_turns
+        while self.engine.has_work and self.turns < last:
             self.now += 0.001
             self.turn()
         assert not self.engine.has_work, f"not finished after {max_turns} turns"

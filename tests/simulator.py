@@ -1,7 +1,8 @@
 """Lives of an engine on the toy device, from a seed: whatever happens, every request's tokens are the oracle's.
 
-    python -m tests.simulator --steps 100000000 --workers 2      runs for hours, prints the seeds
-    … --record run.jsonl                                          and goes on where it was interrupted
+    python -m tests.simulator --steps 100000000 --workers 2      runs for hours
+    … --record run.jsonl                                         and goes on where it was interrupted
+    python -m tests.simulator --summary run.jsonl                what was run with which code
     python -m tests.simulator --seed 123                         replays one, and shrinks it if it fails
 
 A life is a script: settings and a list of events. Its seed fixes it, `run` plays it, and `shrink` leaves out
@@ -26,6 +27,7 @@ from jaxoverlap.errors import InvalidRequestError, QueueFullError
 from jaxoverlap.request import RequestOptions
 from tests.fakes import VOCAB_SIZE
 from tests.harness import Harness
+from tests.simulator_record import Record, Share, fingerprint
 
 Event = tuple[Any, ...]
 """("submit", prompt, sampling, options), ("abort", nth request), ("turn", seconds, device is early), ("flush",)."""
@@ -82,8 +84,9 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
 def script_of(seed: int) -> Script:
     rng = random.Random(seed)
     settings = random_settings(rng)
-    # Integrity after every turn costs as much as the turn: all of it in one life of eight, at the end in the others.
-    settings["check_every_turn"] = rng.random() < 0.125
+    # To look at every page and lock costs as much as a turn: after each in one life of sixteen, to see what is wrong
+    # for a moment; after some in the others, since what is wrong with a page or a lock mostly stays wrong.
+    settings["check_every"] = 1 if rng.random() < 1 / 16 else 32
     longest = settings["max_model_len"] - 1
     prefixes = [random_tokens(rng, rng.randint(1, longest)) for _ in range(3)]
     busy, abort_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.0, 0.02, 0.2])
@@ -146,7 +149,8 @@ def run(script: Script) -> int:
             harness.now += given[0]
             if given[1]:
                 harness.runner.catch_up()
-            harness.turn()
+            if harness.engine.has_work:  # as who serves requests does it
+                harness.turn()
     harness.run()
     return harness.runner.num_launches
 
@@ -174,73 +178,87 @@ def shrink(script: Script) -> Script:
     return script
 
 
-def simulate(seed: int) -> int:
-    """One life. Returns its steps; an AssertionError names the seed."""
-    try:
-        return run(script_of(seed))
-    except Exception as error:
-        raise AssertionError(f"python -m tests.simulator --seed {seed} replays this: {error}") from error
+def simulate(seeds: range) -> Share:
+    """Lives one after the other; one that fails does not keep the others from being lived."""
+    started, steps, failures = time.process_time(), 0, []
+    for seed in seeds:
+        try:
+            steps += run(script_of(seed))
+        except Exception as error:
+            failures.append((seed, repr(error)))
+    return Share(seeds.start, len(seeds), steps, failures, round(time.process_time() - started, 2))
 
 
 SHARE = 100
 """Lives that a worker is given at a time."""
 
 
-def simulate_share(first_seed: int, size: int) -> int:
-    return sum(simulate(seed) for seed in range(first_seed, first_seed + size))
-
-
-def shares(first_seed: int, workers: int, size: int) -> Iterator[int]:
-    """Steps of each share of so many consecutive seeds, in their order, without end."""
+def shares(first_seed: int, workers: int, lives: int) -> Iterator[Share]:
+    """Of so many consecutive seeds each, in their order, without end."""
     # Not forked: the caller may hold locks of jax's threads.
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         running: deque[Any] = deque()
         while True:
             while len(running) < 2 * workers:
-                running.append(pool.apply_async(simulate_share, (first_seed, size)))
-                first_seed += size
+                running.append(pool.apply_async(simulate, (range(first_seed, first_seed + lives),)))
+                first_seed += lives
             yield running.popleft().get()
 
 
 def simulate_until(
-    steps: int, *, first_seed: int, workers: int, report_every: int = 50, record: Path | None = None, share: int = SHARE
+    steps: int, *, first_seed: int = 0, workers: int = 1, record: Record | None = None, share: int = SHARE
 ) -> tuple[int, int]:
-    """Lives of consecutive seeds until they come to so many steps. Returns steps and seeds.
+    """Lives of consecutive seeds until they come to so many steps. Returns steps and lives.
 
-    `record` gets a line for each share that was lived to its end, and what it has already is not run again.
+    With a record, what it has of the same code counts, and the seeds go on after all that it has.
+
+    Raises:
+      AssertionError: a life has failed; its seed is named.
     """
-    recorded = [] if record is None or not record.exists() else [*map(json.loads, record.read_text().splitlines())]
-    assert [line["first_seed"] for line in recorded] == [first_seed + share * i for i in range(len(recorded))]
-    done, seeds = sum(line["steps"] for line in recorded), share * len(recorded)
-    for more in shares(first_seed + seeds, workers, share) if done < steps else ():
+    code = "" if record is None else fingerprint()
+    recorded = [] if record is None else record.of(code)
+    first_seed = first_seed if record is None else max(first_seed, record.next_seed)
+    done, lives, reports = sum(old.steps for old in recorded), sum(old.lives for old in recorded), 0
+    for new in shares(first_seed, workers, share) if done < steps else ():
         if record is not None:
-            with record.open("a") as file:
-                print(json.dumps({"first_seed": first_seed + seeds, "steps": more}), file=file)
-        done, seeds = done + more, seeds + share
-        if seeds % (report_every * share) == 0:
-            print(f"{done:,} steps, seeds {first_seed} to {first_seed + seeds - 1}", flush=True)
+            record.append(code, new)
+        done, lives = done + new.steps, lives + new.lives
+        for seed, error in new.failures:
+            raise AssertionError(f"python -m tests.simulator --seed {seed} replays this: {error}")
+        if done // REPORT_STEPS > reports:
+            reports = done // REPORT_STEPS
+            print(f"{done:,} steps, {lives:,} lives, the last of seed {new.next_seed - 1}", flush=True)
         if done >= steps:
             break
-    return done, seeds
+    return done, lives
+
+
+REPORT_STEPS = 1_000_000
+"""From one line about how far a run has come to the next."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="replay one life")
-    parser.add_argument("--steps", type=int, default=2_000_000, help="device steps to run")
+    parser.add_argument("--steps", type=int, default=2_000_000, help="device steps to run, those on record included")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--record", type=Path, help="keep here what was run, and go on from it")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="add what is run, and go on after what is there")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="what a record has, by the code it was run with")
     options = parser.parse_args()
+    if options.summary is not None:
+        print(Record(options.summary).summary())
+        return
     if options.seed is not None:
         script = script_of(options.seed)
         error = fails(script)
         print("passes" if error is None else f"{error!r}\n{shrink(script)}")
         raise SystemExit(error is not None)
-    started, first = time.monotonic(), options.first_seed
-    steps, seeds = simulate_until(options.steps, first_seed=first, workers=options.workers, record=options.record)
+    record = None if options.record is None else Record(options.record)
+    started = time.monotonic()
+    steps, lives = simulate_until(options.steps, first_seed=options.first_seed, workers=options.workers, record=record)
     spent = time.monotonic() - started
-    print(f"{steps:,} steps, seeds {first} to {first + seeds - 1}, {spent:.0f} s: every request as the oracle has it")
+    print(f"{steps:,} steps, {lives:,} lives, {spent:.0f} s now: every request as the oracle has it")
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ class PagePool:
         self._stack[self.num_free : self.num_free + len(pages)] = pages[::-1]
         self.num_free += len(pages)
 
-    def check_integrity(self, owned: np.ndarray) -> None:
+    def check_integrity(self, owned: list[int]) -> None:
         """Raises AssertionError unless exactly the pages in `owned` (each once) are not free."""
         free = self._stack[: self.num_free]
-        whole = np.concatenate([free, owned])
-        assert len(whole) == self.num_pages, f"{len(free)} free + {len(owned)} owned != {self.num_pages} pages"
-        assert len(set(whole.tolist())) == self.num_pages, "a page has two owners"
-        assert self._is_free[free].all(), "the free list and the free flags disagree"
+        assert len(free) + len(owned) == self.num_pages, f"{len(free)} free + {len(owned)} owned of {self.num_pages}"
+        assert len({*owned, *free.tolist()}) == self.num_pages, "a page has two owners"
+        agree = np.count_nonzero(self._is_free) == np.count_nonzero(self._is_free[free]) == len(free)
+        assert agree, "the free list and the free flags disagree"

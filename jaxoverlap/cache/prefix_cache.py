@@ -24,7 +24,7 @@ prefix caching for whole pages as the unit, found by what is before them, and fo
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -181,24 +181,25 @@ class PrefixCache:
         Args:
           readers: how many rows end at each node, if it is known: then there is no other lock.
         """
+        nodes, behind_all = self._nodes, self.num_pages
         place = {node: index for index, node in enumerate(self._unlocked)}
-        holds, num_unlocked = dict(readers or {}), 0
-        for key, node in self._nodes.items():
+        holds = Counter(node.parent for node in nodes.values() if node.holds)
+        holds.update(readers or {})
+        num_unlocked = 0
+        for key, node in nodes.items():
             parent = node.parent
             assert parent is not None and key == node.key and key[0] == parent.prefix, "a node under a wrong key"
-            assert parent.parent is None or self._nodes.get(parent.key) is parent, "a node that hangs in the air"
+            assert parent.parent is None or nodes.get(parent.key) is parent, "a node that hangs in the air"
             assert node.depth == parent.depth + 1 and node.salt == parent.salt and node.page >= 0
             if node.holds:
                 assert node not in place, "a locked node could be evicted"
                 assert parent.holds or parent.parent is None, "a locked node below an unlocked one"
-                holds[parent] = holds.get(parent, 0) + 1
             else:
                 assert node in place, "a page that can't be evicted"
-                assert place[node] < place.get(parent, self.num_pages), "a page would go before what follows it"
+                assert place[node] < place.get(parent, behind_all), "a page would go before what follows it"
                 num_unlocked += 1
-        assert len(place) == num_unlocked, "a node that is gone could be evicted"
-        for node in holds:
-            assert node.parent is None or self._nodes.get(node.key) is node, "a page is read that is not cached"
-        for node in self._nodes.values():
             held = holds.get(node, 0)
             assert node.holds == held or (readers is None and node.holds > held), "locks that nobody holds"
+        assert len(place) == num_unlocked, "a node that is gone could be evicted"
+        for end in holds:
+            assert end is None or end.parent is None or nodes.get(end.key) is end, "a page is read that is not cached"

@@ -44,8 +44,12 @@ class RowMemory:
         self.cache = PrefixCache(page_size)
         self.page_table = np.full((num_rows, pages_per_row), self.no_page, dtype=np.int32)
         self.is_own = np.zeros((num_rows, pages_per_row), dtype=bool)
-        self.num_pages = np.zeros(num_rows, dtype=np.int32)
-        self.promised = np.zeros(num_rows, dtype=np.int32)
+        self.num_pages = np.zeros(num_rows, dtype=np.intp)
+        self.allocated_len = np.zeros(num_rows, dtype=np.int32)
+        """Positions that have a page."""
+        self.last_page = np.full(num_rows, self.no_page, dtype=np.int32)
+        """The page that a row has got last, and writes to now."""
+        self.promised = np.zeros(num_rows, dtype=np.intp)
         self.first_page = np.zeros(num_rows, dtype=np.int32)
         """Columns before it were dropped from the window."""
         self._nodes: list[CacheNode | None] = [None] * num_rows
@@ -82,6 +86,7 @@ class RowMemory:
         self._nodes[row] = node
         self.page_table[row, : node.depth] = self.cache.path(node)
         self.num_pages[row] = node.depth
+        self.allocated_len[row] = node.depth * self.page_size
         self.promised[row] = promised
         self._outstanding += promised - node.depth
         return node.depth * self.page_size
@@ -100,18 +105,22 @@ class RowMemory:
         missing = -(-length // self.page_size) - have
         if missing > 0:
             self._outstanding -= min(missing, max(0, int(self.promised[row]) - have))
-            self.page_table[row, have : have + missing] = self._allocate(missing)
+            self.page_table[row, have : have + missing] = pages = self._allocate(missing)
+            self.last_page[row] = pages[-1]
             self.is_own[row, have : have + missing] = True
-            self.num_pages[row] += missing
+            self.num_pages[row] = have + missing
+            self.allocated_len[row] = (have + missing) * self.page_size
 
     def grow_by_one(self, rows: np.ndarray) -> np.ndarray:
         """One more page for each of several rows, int32 [len(rows)]."""
         columns = self.num_pages[rows]
         self._outstanding -= int(np.count_nonzero(columns < self.promised[rows]))
         pages = self._allocate(len(rows))
-        self.page_table[rows, columns] = pages
+        self.page_table[rows, columns] = self.last_page[rows] = pages
         self.is_own[rows, columns] = True
-        self.num_pages[rows] = columns + 1
+        columns += 1
+        self.num_pages[rows] = columns
+        self.allocated_len[rows] = columns * self.page_size
         return pages
 
     def cache_pages(self, row: int, tokens: np.ndarray) -> None:
@@ -164,7 +173,7 @@ class RowMemory:
         self._nodes[row] = None
         self.page_table[row, :count] = self.no_page
         self.is_own[row, :count] = False
-        self.num_pages[row] = self.first_page[row] = 0
+        self.num_pages[row] = self.allocated_len[row] = self.first_page[row] = 0
 
     def releasable(self, row: int) -> int:
         """Pages that would be available if the row left."""
@@ -193,10 +202,11 @@ class RowMemory:
         """Raises AssertionError unless every page is in exactly one place and every promise can be kept."""
         columns = np.arange(self.page_table.shape[1])
         in_table = (columns >= self.first_page[:, None]) & (columns < self.num_pages[:, None])
-        assert (self.page_table[~in_table] == self.no_page).all(), "a page beyond its row's count"
-        assert not (self.is_own & ~in_table).any(), "a row owns a page that it does not have"
-        cached = np.fromiter((node.page for node in self.cache.nodes()), np.int32, self.cache.num_pages)
-        self.pool.check_integrity(np.concatenate([self.page_table[self.is_own], cached]))
+        wrong = np.count_nonzero((self.page_table != self.no_page) != in_table)
+        assert (self.num_pages * self.page_size).tolist() == self.allocated_len.tolist(), "pages and positions disagree"
+        assert not wrong, "a page beyond its row's count, or a column without a page"
+        assert not np.count_nonzero(self.is_own > in_table), "a row owns a page that it does not have"
+        self.pool.check_integrity(self.page_table[self.is_own].tolist() + [node.page for node in self.cache.nodes()])
         readers: Counter[CacheNode] = Counter()
         for row, end in enumerate(self._nodes):
             if end is None:
@@ -206,8 +216,9 @@ class RowMemory:
             if self.prefix_cache_enabled:
                 count = self.num_pages[row]
                 shared = self.page_table[row, :count][~self.is_own[row, :count]].tolist()
-                assert set(shared) <= set(self.cache.path(end).tolist()), "a row reads a page that it does not hold"
+                path = self.cache.path(end).tolist()
+                assert shared == path or set(shared) <= set(path), "a row reads a page that it does not hold"
         self.cache.check_integrity(readers)
-        has_row = np.array([node is not None for node in self._nodes])
-        outstanding = int(np.maximum(self.promised - self.num_pages, 0)[has_row].sum())
+        lacking = zip(self._nodes, self.promised.tolist(), self.num_pages.tolist(), strict=True)
+        outstanding = sum(max(0, promised - have) for node, promised, have in lacking if node is not None)
         assert outstanding == self._outstanding <= self.num_available, "promised pages are not there"

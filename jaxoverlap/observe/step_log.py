@@ -47,7 +47,7 @@ class StepRecord:
       new_pages: int32 [decoding rows], the page that a row's next position starts, or `no_page`.
       last_pages: int32 [decoding rows], the page that the row writes to.
       committed_len, planned_len: int32 [n], positions written by committed steps / after this step.
-      num_pages: int32 [n], allocated pages of each row, of `page_size` tokens.
+      num_pages: int [n], allocated pages of each row, of `page_size` tokens.
       running, waiting: requests; pages_used: of all pages; in_flight: steps that the device still had.
       launched, ready, committed: seconds of `perf_counter`, None for what has not happened. `ready` is taken only while
         a timeline is recorded.

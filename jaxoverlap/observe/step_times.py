@@ -69,6 +69,7 @@ class StepTimes(NamedTuple):
 # In the order of `StepTimes`.
 LAPS = ("plan", "launch", "wait", "commit", "mask", "ingest", "detokenize", "send", "other")
 HOST_LAPS = tuple(name for name in LAPS if name != "wait")
+_NO_SECONDS = dict.fromkeys(LAPS, 0.0)
 
 
 class Stopwatch:
@@ -80,7 +81,7 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self.seconds = dict.fromkeys(LAPS, 0.0)
+        self.seconds = _NO_SECONDS.copy()
         self.now = perf_counter()
         self.last = "other"
         self.marks: deque[tuple[str, float]] | None = None
@@ -100,7 +101,7 @@ class Stopwatch:
 
     def take(self) -> Iterable[float]:
         """The laps of a cycle, which ends here, in the order of `LAPS`."""
-        seconds, self.seconds = self.seconds, dict.fromkeys(LAPS, 0.0)
+        seconds, self.seconds = self.seconds, _NO_SECONDS.copy()
         return seconds.values()
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,8 +41,7 @@ class Runner(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PendingStep:
+class PendingStep(NamedTuple):
     plan: StepPlan
     launched: LaunchedStep
 

@@ -23,6 +23,8 @@ class Planner:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._mixed_sizes = state.config.mixed_sizes
+        self._no_new_pages = np.full(state.rows.num_rows, state.memory.no_page, dtype=np.int32)
+        self._no_new_pages.setflags(write=False)  # plans have views of it
         self._next_step_id = 0
         self._prefill_streak = 0
         self._last_decode = -np.inf
@@ -33,9 +35,11 @@ class Planner:
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to launch now."""
         state, config = self._state, self._state.config
+        can_prefill = bool(state.prefilling) or self._admit(now)  # which may take rows from those that decode
+        decoding = state.rows.decoding.nonzero()[0].copy()  # it gives a view of an array that can be written to
         view = StepView(
-            can_prefill=bool(state.prefilling) or self._admit(now),
-            can_decode=bool(np.count_nonzero(state.rows.decoding)),
+            can_prefill=can_prefill,
+            can_decode=len(decoding) > 0,
             prefill_streak=self._prefill_streak,
             decode_waited=now - self._last_decode,
         )
@@ -45,7 +49,7 @@ class Planner:
             max_prefill_streak=config.max_prefill_streak,
             max_decode_wait=config.max_decode_wait,
         )
-        decode_rows, new_pages = self._plan_decode() if kind.decode else (_NO_ROWS, _NO_ROWS)
+        decode_rows, new_pages = self._plan_decode(decoding) if kind.decode else (_NO_ROWS, _NO_ROWS)
         # When every decoding row has to sit out for want of a page, prompts must go on, or nobody would.
         prefill = kind.prefill or (view.can_prefill and not len(decode_rows))
         chunks = self._plan_chunks(now, beside_decode=len(decode_rows) > 0) if prefill else ()
@@ -59,20 +63,20 @@ class Planner:
 
     # ---------------------------------------------------------------- decoding rows
 
-    def _plan_decode(self) -> tuple[np.ndarray, np.ndarray]:
-        """One token for every decoding row: whole columns at once, since nearly all rows need nothing else."""
+    def _plan_decode(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One token for each of `chosen`, all decoding rows, but for those that have to sit out. Returns who goes, and
+        the new pages: whole columns at once, since nearly all rows need nothing else."""
         rows, memory = self._state.rows, self._state.memory
-        growing = (rows.decoding & (rows.planned_len == memory.num_pages * memory.page_size)).nonzero()[0]
+        growing = (rows.decoding & (rows.planned_len == memory.allocated_len)).nonzero()[0]
         goes = rows.decoding
         if len(growing):
             without = self._rows_without_page(growing)
             goes = rows.decoding.copy()  # of those that are left when room has been made
             goes[without] = False
-            growing = growing[goes[growing]]
-        chosen = goes.nonzero()[0].copy()  # nonzero gives a view of an array that can be written to
-        new_pages = np.empty(len(chosen), dtype=np.int32)
-        new_pages.fill(memory.no_page)
+            growing, chosen = growing[goes[growing]], chosen[goes[chosen]]
+        new_pages = self._no_new_pages[: len(chosen)]
         if len(growing):
+            new_pages = new_pages.copy()
             new_pages[chosen.searchsorted(growing)] = memory.grow_by_one(growing)
         rows.planned_len += goes
         rows.decoding &= rows.planned_len < rows.max_len
@@ -136,8 +140,9 @@ class Planner:
 
     def _head_is_pressing(self, now: float, *, may_share: bool) -> bool:
         """The first in the queue should not wait until the prompts under way are through."""
-        head, under_way = self._state.waiting.head(), self._state.prefilling.values()
-        if head is None or not under_way:
+        under_way = self._state.prefilling.values()
+        head = self._state.waiting.head() if under_way else None
+        if head is None:
             return False
         more_urgent = all(head.priority < request.priority for request in under_way)
         return more_urgent or (may_share and now - head.waiting_since >= self._state.config.max_prompt_wait)
@@ -230,6 +235,11 @@ class Planner:
         table, rows = self._state.rows, decode_rows
         if chunks:
             rows = np.concatenate([np.array([chunk.row for chunk in chunks], dtype=np.intp), decode_rows])
+        constrained, is_scored = _NO_ROWS, False
+        if table.constrained or table.scored:  # few requests ask for either
+            named = rows.tolist()
+            constrained = np.array([i for i, row in enumerate(named) if row in table.constrained], dtype=np.intp)
+            is_scored = not table.scored.isdisjoint(named)
         table.last_step[rows] = self._next_step_id
         plan = StepPlan(
             step_id=self._next_step_id,
@@ -239,9 +249,10 @@ class Planner:
             rows=rows,
             generations=table.generation[rows],
             request_ids=table.request_ids[rows],
+            ends=table.planned_len[rows],
             no_page=self._state.memory.no_page,
-            constrained=np.flatnonzero(table.constrained[rows]),
-            is_scored=bool(table.scored[rows].any()),
+            constrained=constrained,
+            is_scored=is_scored,
         )
         self._next_step_id += 1
         plan.seal()

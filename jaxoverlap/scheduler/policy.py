@@ -16,7 +16,6 @@ of pages waits until a younger one has had so many tokens.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 _READING = 12
@@ -90,8 +89,7 @@ def promised_tokens(known_len: int, max_len: int, headroom: int, num_preemptions
     return min(known_len + (headroom << min(num_preemptions, 3)), max_len)
 
 
-@dataclass(frozen=True, slots=True)
-class RunningView:
+class RunningView(NamedTuple):
     """A running row, as a possible victim.
 
     Attributes:

@@ -45,10 +45,10 @@ class RowTable:
         """The last launched step that names the row."""
         self.committed_step = -1
         """The last committed step; they are committed in order."""
-        self.scored = np.zeros(num_rows, dtype=bool)
-        """Its request asks for log-probabilities."""
-        self.constrained = np.zeros(num_rows, dtype=bool)
-        """Its request's text must follow a grammar."""
+        self.scored: set[int] = set()
+        """Rows whose requests ask for log-probabilities."""
+        self.constrained: set[int] = set()
+        """Rows whose requests' texts must follow a grammar."""
         self.last_progress = np.zeros(num_rows)
         """Seconds on the scheduler's clock: admission, or the last committed token or chunk."""
 
@@ -69,8 +69,10 @@ class RowTable:
         self.written_len[row] = self.planned_len[row] = cached_len
         self.promised_len[row] = promised_len
         self.max_len[row] = request.max_len
-        self.scored[row] = request.sampling.num_top_logprobs >= 0
-        self.constrained[row] = request.constraint is not None
+        if request.sampling.num_top_logprobs >= 0:
+            self.scored.add(row)
+        if request.constraint is not None:
+            self.constrained.add(row)
         self.last_progress[row] = now
 
     def finish(self, row: int) -> None:
@@ -87,16 +89,18 @@ class RowTable:
         self.request_ids[row] = -1
         self.written_len[row] = self.planned_len[row] = self.promised_len[row] = self.max_len[row] = 0
         self.decoding[row] = self.leaving[row] = self.finished[row] = False
-        self.scored[row] = self.constrained[row] = False
+        self.scored.discard(row)
+        self.constrained.discard(row)
         self.free_rows.append(row)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the columns contradict each other."""
         taken = self.request_ids >= 0
+        some = np.count_nonzero
         assert taken.tolist() == [request is not None for request in self.requests.tolist()], "a row of nobody"
-        assert sorted(self.free_rows) == np.flatnonzero(~taken).tolist(), "row pool and rows disagree"
-        assert not (self.decoding & (self.leaving | ~taken)).any(), "a leaving or free row would decode"
-        assert not (self.finished & ~self.leaving).any(), "a finished row that is not leaving"
-        assert not self.in_flight[~taken].any(), "a free row is in flight"
-        assert (self.planned_len <= self.max_len).all(), "more tokens planned than allowed"
-        assert (self.written_len <= self.planned_len).all(), "more is written than was planned"
+        assert sorted(self.free_rows) == (~taken).nonzero()[0].tolist(), "row pool and rows disagree"
+        assert not some(self.decoding & (self.leaving | ~taken)), "a leaving or free row would decode"
+        assert not some(self.finished & ~self.leaving), "a finished row that is not leaving"
+        assert not some(self.in_flight & ~taken), "a free row is in flight"
+        assert not some(self.planned_len > self.max_len), "more tokens planned than allowed"
+        assert not some(self.written_len > self.planned_len), "more is written than was planned"

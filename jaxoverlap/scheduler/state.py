@@ -8,6 +8,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxoverlap.cache.row_memory import RowMemory
 from jaxoverlap.request import Request, RequestStatus
 from jaxoverlap.scheduler.config import SchedulerConfig
@@ -178,13 +180,13 @@ class SchedulerState:
         rows, memory = self.rows, self.memory
         rows.check_integrity()
         memory.check_integrity()
-        page_size = self.config.limits.page_size
-        assert (rows.planned_len <= memory.num_pages * page_size).all(), "a position has no page"
+        some = np.count_nonzero
+        assert not some(rows.planned_len > memory.allocated_len), "a position has no page"
         unfinished = (rows.request_ids >= 0) & ~rows.finished
-        assert len(self.running) == int(unfinished.sum()), "running requests and rows disagree"
+        assert len(self.running) == some(unfinished), "running requests and rows disagree"
         assert all(request.row is not None and not rows.leaving[request.row] for request in self.prefilling.values())
         assert all(request.row is None for request in self.waiting.first(1000)), "a waiting request has a row"
         assert all(self.held.must_wait(request) for request in self.held), "a sample waits for nothing"
-        idle = not self.running and not self.num_waiting and not rows.leaving.any()
+        idle = not self.running and not self.num_waiting and not some(rows.leaving)
         if idle:
             assert memory.num_available == memory.pool.num_pages and rows.num_running == 0, "idle, but not all is back"

@@ -47,7 +47,7 @@ class WaitingQueue:
         self.num_fresh -= not request.num_preemptions
 
     def head(self) -> Request | None:
-        return next(self.first(1), None)
+        return self._by_key.peekitem(0)[1] if self._by_id else None
 
     def first(self, count: int) -> Iterator[Request]:
         """The first `count` at the most, in order. The queue must not change meanwhile."""

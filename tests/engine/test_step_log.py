@@ -19,7 +19,7 @@ def watched(harness: Harness) -> dict[int, list[list[int]]]:
 
     def note(row, position, token):
         write(row, position, token)
-        slots.setdefault(row, []).append(int(runner.page_table[row, position // size]) * size + position % size)
+        slots.setdefault(row, []).append(runner.page_table[row][position // size] * size + position % size)
 
     def run_step(step):
         slots.clear()
@@ -88,7 +88,7 @@ def test_an_abort_is_in_the_log_though_no_step_brings_it():
 
 
 def test_it_keeps_the_last_thousand_steps_and_no_request():
-    harness = Harness(max_running=1, check_every_turn=False)
+    harness = Harness(max_running=1, check_every=None)
     for _ in range(8):
         harness.submit([1, 2, 3], max_tokens=200, ignore_eos=True)
     harness.run()

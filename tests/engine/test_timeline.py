@@ -76,7 +76,7 @@ def test_exposed_is_what_the_host_did_while_the_device_was_idle():
 def test_a_serial_loop_exposes_its_host_and_an_overlapped_one_hides_it():
     shares = {}
     for lookahead in (0, 1):
-        harness = Harness(lookahead=lookahead, step_seconds=0.01, check_every_turn=False)
+        harness = Harness(lookahead=lookahead, step_seconds=0.01, check_every=None)
         found = summary(traced(harness))
         shares[lookahead] = found["hidden_share"]
         assert found["device_busy"] <= found["seconds"]

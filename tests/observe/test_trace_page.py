@@ -19,7 +19,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chrom
 
 @pytest.fixture(scope="module")
 def trace() -> dict:
-    harness = Harness(lookahead=0, step_seconds=0.002, check_every_turn=False)
+    harness = Harness(lookahead=0, step_seconds=0.002, check_every=None)
     return to_chrome(traced(harness), {"model": "</script><b>toy</b>"})
 
 

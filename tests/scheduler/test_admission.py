@@ -16,7 +16,7 @@ def test_accepted_means_it_finishes_for_every_length_and_limit():
     """B023: the door and the admission count alike."""
     for max_tokens in (1, 2, 15, 16, 17, 64, 128):
         for prompt_len in range(1, 141):
-            harness = Harness(num_pages=8, max_model_len=512, max_batched_tokens=64, check_every_turn=False)
+            harness = Harness(num_pages=8, max_model_len=512, max_batched_tokens=64, check_every=None)
             fits = prompt_len + max_tokens - 1 <= 128
             try:
                 request = harness.submit([1] * prompt_len, max_tokens=max_tokens, ignore_eos=True)
@@ -69,9 +69,7 @@ def test_promised_pages_are_exactly_what_a_request_of_full_length_takes(page_siz
     """B040: the forecast in pages counts KV positions, and the last token has none."""
     settings = {"headroom": 1000, "prefix_cache": False}
     for prompt_len in (*range(1, 40), 63, 64, 65):
-        harness = Harness(
-            page_size=page_size, num_pages=300, lookahead=lookahead, check_every_turn=False, settings=settings
-        )
+        harness = Harness(page_size=page_size, num_pages=300, lookahead=lookahead, check_every=None, settings=settings)
         request = harness.submit([1] * prompt_len, max_tokens=34, ignore_eos=True)
         memory, freed = harness.scheduler.state.memory, []
         harness.turn()

@@ -6,7 +6,6 @@ Each fault is what some engine once did, or what one careless line in ours would
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def a_result_is_given_to_whoever_has_the_row_now(patch):
         free = np.array([rows.requests[row] is None for row in plan.rows], dtype=bool)
         generations, ids = rows.generation[plan.rows], rows.request_ids[plan.rows]
         owners = np.where(free, plan.generations, generations), np.where(free, plan.request_ids, ids)
-        return commit(self, replace(plan, generations=owners[0], request_ids=owners[1]), result)
+        return commit(self, plan._replace(generations=owners[0], request_ids=owners[1]), result)
 
     patch(RowTable, "give_back", give_back_at_once)
     patch(RowTable, "check_integrity", lambda self: None)
@@ -84,8 +83,8 @@ def pages_are_freed_when_a_row_leaves_and_not_when_it_retires(patch):
 def the_arrays_of_a_launched_step_are_written_again(patch):
     plan_decode, buffer = Planner._plan_decode, np.empty(64, np.int32)
 
-    def into_one_buffer(self):
-        rows, pages = plan_decode(self)
+    def into_one_buffer(self, decoding):
+        rows, pages = plan_decode(self, decoding)
         buffer[: len(rows)] = rows
         return buffer[: len(rows)], pages
 
@@ -95,15 +94,15 @@ def the_arrays_of_a_launched_step_are_written_again(patch):
 @fault
 def a_chunk_in_the_middle_of_a_prompt_publishes(patch):
     plan_chunk = Planner._plan_chunk
-    patch(Planner, "_plan_chunk", lambda self, *given: replace(plan_chunk(self, *given), publishes=True))
+    patch(Planner, "_plan_chunk", lambda self, *given: plan_chunk(self, *given)._replace(publishes=True))
 
 
 @fault
 def the_device_is_not_told_of_a_new_page(patch):
     plan_decode = Planner._plan_decode
 
-    def without_pages(self):
-        rows, pages = plan_decode(self)
+    def without_pages(self, decoding):
+        rows, pages = plan_decode(self, decoding)
         return rows, np.full_like(pages, self._state.memory.no_page)
 
     patch(Planner, "_plan_decode", without_pages)
@@ -139,7 +138,7 @@ def a_token_in_flight_at_preemption_is_thrown_away_and_counted(patch):
 
     def counting(self, request, *given):
         chunk = plan_chunk(self, request, *given)
-        return replace(chunk, num_outputs=chunk.num_outputs + thrown.get(id(request), 0))
+        return chunk._replace(num_outputs=chunk.num_outputs + thrown.get(id(request), 0))
 
     patch(Scheduler, "commit", throwing_away)
     patch(Planner, "_plan_chunk", counting)

@@ -117,7 +117,7 @@ def test_what_was_launched_is_never_written_again():
     harness.turn()
     prompt, decode = harness.plans[:2]
     arrays = [prompt.chunks[0].token_ids, prompt.chunks[0].page_table, decode.decode_rows, decode.decode_new_pages]
-    for array in [*arrays, decode.rows, decode.generations, decode.request_ids]:
+    for array in [*arrays, decode.rows, decode.generations, decode.request_ids, decode.ends]:
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 0
         assert array.base is None or not array.base.flags.writeable

@@ -43,7 +43,7 @@ def test_a_prompt_seen_before_computes_at_least_one_token(lookahead, length, cac
 def test_chunks_are_cut_from_what_is_not_cached(cached, lookahead):
     """B044: no step more than the rest of the prompt needs, and no empty one."""
     for total in range(cached + 1, cached + 34):
-        harness = Harness(max_batched_tokens=16, lookahead=lookahead, check_every_turn=False)
+        harness = Harness(max_batched_tokens=16, lookahead=lookahead, check_every=None)
         warm(harness, PREFIX[: cached + 1])
         before = len(harness.plans)
         request = warm(harness, [*PREFIX[:cached], *(90 for _ in range(total - cached))])

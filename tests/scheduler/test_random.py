@@ -17,34 +17,59 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from jaxoverlap.errors import InvalidRequestError, QueueFullError
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.scheduler.state import SchedulerState
+from tests import simulator, simulator_record
 from tests.fakes import VOCAB_SIZE
 from tests.harness import Harness
 from tests.simulator import Script, fails, run, script_of, shrink, simulate, simulate_until
+from tests.simulator_record import Record, Share
 
-STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "600000"))
+STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "1400000"))
 
 
 def test_random_traffic_equals_the_oracle_and_leaks_nothing():
-    steps, seeds = simulate_until(STEPS, first_seed=0, workers=os.cpu_count() or 1)
-    print(f"{steps} steps, {seeds} seeds")
+    steps, lives = simulate_until(STEPS, workers=os.cpu_count() or 1)
+    print(f"{steps} steps, {lives} lives")
     assert steps >= STEPS
 
 
 def test_a_seed_is_always_the_same_life():
     assert script_of(7) == script_of(7)
     assert run(script_of(7)) == run(script_of(7))
-    assert simulate(7) == run(script_of(7))
+    assert simulate(range(7, 8)).steps == run(script_of(7))
 
 
 def test_a_recorded_run_goes_on_where_it_was_interrupted(tmp_path):
     def live(steps: int, name: str) -> tuple[int, int]:
-        return simulate_until(steps, first_seed=3, workers=2, record=tmp_path / name, share=5)
+        return simulate_until(steps, first_seed=3, workers=2, record=Record(tmp_path / name), share=5)
+
+    def lived(name: str) -> list[tuple]:
+        return [(code, share._replace(cpu_seconds=0)) for code, share in Record(tmp_path / name).shares]
 
     whole = live(4_000, "whole")
     assert live(1, "part")[0] < whole[0]
     assert live(4_000, "part") == whole
-    assert (tmp_path / "part").read_text() == (tmp_path / "whole").read_text()
+    assert lived("part") == lived("whole")
     assert live(1, "part") == whole  # nothing is run again
+
+
+def test_a_record_counts_by_code_and_repeats_no_seed(tmp_path, monkeypatch):
+    path = tmp_path / "record"
+    steps, lives = simulate_until(1, record=Record(path), share=5)
+    monkeypatch.setattr(simulator, "fingerprint", lambda: "ab" * 32)
+    assert simulate_until(1, record=Record(path), share=5) != (steps, lives)
+    (_, first), (code, second) = Record(path).shares
+    assert (code, second.first_seed) == ("ab" * 32, first.next_seed)
+    summary = Record(path).summary()
+    assert f"{simulator_record.fingerprint()[:16]} (the code as it is now)\n  {steps:,} steps, 5 lives" in summary
+    assert "abababababababab\n" in summary and summary.count("0 failures") == 2
+
+
+def test_a_failure_is_on_record_with_its_seed(tmp_path, monkeypatch):
+    failed = Share(10, 5, 700, [(12, "AssertionError('two terminal events')")], 0.1)
+    monkeypatch.setattr(simulator, "shares", lambda *given: iter([failed]))
+    with pytest.raises(AssertionError, match=r"--seed 12 replays this: .*two terminal events"):
+        simulate_until(10_000, record=Record(tmp_path / "record"))
+    assert "1 failures: seeds [12]" in Record(tmp_path / "record").summary()
 
 
 def test_a_failure_is_shrunk_to_what_it_needs(monkeypatch):
