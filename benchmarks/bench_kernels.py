@@ -4,7 +4,8 @@ Each case is a chain of calls in one jitted function, on different layers of one
 call's queries are the result of the one before: so the device works without a pause, and no cache holds the pages. A
 figure is the median over repeats, per call. Decode is told as a share of the copy bandwidth measured here, extend as a
 rate beside that of a plain product. "xla" is the same function without kernels, "upstream" the paged attention that
-jax brings.
+jax brings. Draws of tokens are chained too, a draw's uniform numbers come of the tokens before; but on the same logits,
+which the L2 cache may hold, as it may after the product that makes them.
 
 Without a GPU the same code runs on small cases with the kernels interpreted: that proves the script, and its times
 mean nothing.
@@ -25,6 +26,7 @@ from benchmarks import report
 from jaxoverlap.config import KV_CACHE_DTYPES
 from jaxoverlap.runtime.row_state import resolve_kv_dtype
 from pallas_kernels.pages import QUANTIZED, abstract, num_bytes, quantized
+from pallas_kernels.reference import draw_error
 from pallas_kernels.shapes import HEADS, SMOLLM2_135M, Heads
 
 LLAMA_3_8B = Heads("llama-3-8b", 32, 8, 128)
@@ -33,6 +35,14 @@ POOL_BYTES = 8 << 30  # of all layers of a case, at most where one layer is not 
 DECODE_BAR, DECODE_BAR_FROM = 0.75, 128 * 1024  # share of the copy bandwidth; positions in all rows
 EXTEND_BAR, EXTEND_BAR_FROM = 300e12, 2048  # floating-point operations a second; tokens
 TOLERANCE = {"bfloat16": 2e-2, "float32": 2e-5}
+DRAWS = 16  # in a chain
+DRAW_TOLERANCE = 1e-4  # of the cumulated weights
+LIMITS = {  # temperature, top-k, top-p, min-p
+    "temperature": (1.0, 0, 1.0, 0.0),
+    "top-k 50": (0.8, 50, 1.0, 0.0),
+    "top-p 0.9": (0.8, 0, 0.9, 0.0),
+    "all limits": (1.2, 200, 0.95, 0.02),
+}
 Attention = Callable[..., jax.Array]
 
 
@@ -144,6 +154,63 @@ def chain(case: Case, arrays: Arrays, attend: Attention) -> Callable[..., jax.Ar
     return jax.jit(run)
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A draw for `rows` rows of `vocab` logits that share their limits, a key of `LIMITS`."""
+
+    rows: int
+    vocab: int
+    limits: str
+
+    def __str__(self) -> str:
+        return f"draw by {self.limits} B={self.rows} V={self.vocab}"
+
+    def measure(self, interpret: bool, repeats: int) -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        logits = (3 * rng.standard_normal((self.rows, self.vocab), np.float32)).astype(np.float32)
+        uniform = rng.random(self.rows, np.float32)
+        names = ("temperature", "top_k", "top_p", "min_p")
+        limits: dict[str, Any] = dict(zip(names, LIMITS[self.limits], strict=True))
+        per_row = [
+            jnp.full(self.rows, limit, jnp.int32 if name == "top_k" else jnp.float32) for name, limit in limits.items()
+        ]
+        arrays = (logits, logits.max(axis=1), *per_row, uniform, np.ones(self.rows, bool))
+        arguments = [jnp.asarray(array) for array in arrays]
+        kernel = partial(pk.draw_tokens, implementation="triton", interpret=interpret)
+        tokens = np.asarray(jax.jit(kernel)(*arguments)).tolist()
+        off = max(
+            draw_error(token, line, **limits, uniform=share)
+            for token, line, share in zip(tokens, logits, uniform, strict=True)
+        )
+
+        def microseconds(draw: Callable[..., jax.Array]) -> float:
+            def run(*arguments: jax.Array) -> jax.Array:
+                *others, uniform, draws = arguments
+                for _ in range(DRAWS):
+                    uniform = (draw(*others, uniform, draws) % 97) / 97.0
+                return uniform
+
+            return seconds(jax.jit(run), *arguments, repeats=repeats) / DRAWS * 1e6
+
+        return {
+            "case": str(self),
+            "off": off,
+            "right": off <= DRAW_TOLERANCE,
+            "µs": microseconds(kernel),
+            "of copy": "",
+            "TFLOP/s": "",
+            "xla µs": microseconds(pk.draw_tokens),
+            "upstream µs": "",
+            "bar": "",
+        }
+
+
+def draws(on_gpu: bool) -> Iterator[Draw]:
+    sizes = [(b, v) for v in (49_152, 128_256) for b in (1, 8, 64, 256)] if on_gpu else [(2, 97), (3, 9001)]
+    for rows, vocab in sizes:
+        yield from (Draw(rows, vocab, limits) for limits in LIMITS)
+
+
 def seconds(function: Callable[..., Any], *arguments: Any, repeats: int) -> float:
     """Median of a call that is waited for."""
     times = []
@@ -224,6 +291,7 @@ def main() -> None:
         measure(case, args.implementation, not on_gpu, repeats, bandwidth)
         for case in cases(on_gpu, args.page_size, models, kv_dtype)
     ]
+    rows += [draw.measure(not on_gpu, repeats) for draw in draws(on_gpu)]
     measured = f"copy {bandwidth / 1e9:.0f} GB/s, product {rate / 1e12:.1f} TFLOP/s on {device.device_kind}"
     note = f"{args.implementation}; {measured}"
     if not on_gpu:

@@ -147,6 +147,7 @@ def decode_attention(
     seq_lens: jax.Array,
     arrivals: None = None,
     *,
+    out: jax.Array | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
@@ -163,6 +164,7 @@ def decode_attention(
     seq_lens: jax.Array,
     arrivals: jax.Array,
     *,
+    out: jax.Array | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
@@ -178,6 +180,7 @@ def decode_attention(
     seq_lens: jax.Array,
     arrivals: jax.Array | None = None,
     *,
+    out: jax.Array | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
@@ -188,7 +191,7 @@ def decode_attention(
     """Attention of one query per row over its pages.
 
     Args:
-      q: [B, H, D]. Query head h reads KV head h // (H // K).
+      q: [B, H, D]; with `out` [T, H, D], of which the last B are the rows'. Query head h reads KV head h // (H // K).
       k_pages, v_pages: [N, S, K, D]; the current token is already written.
       page_table: int32 [B, C], page ids without the layer's offset. Entries past a
         row's length or wholly before its window may hold anything.
@@ -196,6 +199,8 @@ def decode_attention(
         C*S. 0 marks a padded or finished row.
       arrivals: int32 [B, K] zeros, by which the programs that share a row's context count each other. They come
         back as zeros, for the next layer: so a step clears them once. None: each call clears its own.
+      out: [T, H, D] like q, what to write the result into: over its last B lines, and in place where nobody else
+        needs it. So prompts and decoding rows share a step's queries and results, and nothing is cut or joined.
       page_offset: Python int added to every page id, `layer * P`.
       scale: multiplies q.k before the softmax.
       window: positions that a query sees, its own included: the query at p sees
@@ -204,24 +209,23 @@ def decode_attention(
       softcap: bounds the scaled scores, `softcap * tanh(score / softcap)`. None: no bound.
 
     Returns:
-      [B, H, D] in q's dtype; zeros for rows of length 0. Softmax in float32. Over quantised pools "triton" multiplies
+      Like q, in its dtype; zeros for rows of length 0. Softmax in float32. Over quantised pools "triton" multiplies
       in bfloat16, or in float32 where q is. With arrivals, (that, arrivals).
     """
     _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window, softcap)
-    _validate.check_decode(q, k_pages, page_table, arrivals)
+    _validate.check_decode(q, k_pages, page_table, arrivals, out)
     _require(implementation, q.shape[1], k_pages, interpret)
     options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
-    if implementation == "mosaic":
-        out = _mosaic().decode_attention(q, k_pages, v_pages, page_table, seq_lens, interpret=interpret, **options)
-        return out if arrivals is None else (out, arrivals)
+    arguments = (q, k_pages, v_pages, page_table, seq_lens)
     if implementation == "triton":
-        counters = jnp.zeros((len(q), k_pages.shape[2]), jnp.int32) if arrivals is None else arrivals
-        out, counters = triton.decode_attention(
-            q, k_pages, v_pages, page_table, seq_lens, counters, interpret=interpret, **options
-        )
-        return out if arrivals is None else (out, counters)
-    out = xla.decode_attention(q, k_pages, v_pages, page_table, seq_lens, **options)
-    return out if arrivals is None else (out, arrivals)
+        counters = jnp.zeros((len(seq_lens), k_pages.shape[2]), jnp.int32) if arrivals is None else arrivals
+        result, counters = triton.decode_attention(*arguments, counters, out=out, interpret=interpret, **options)
+        return result if arrivals is None else (result, counters)
+    if implementation == "mosaic":
+        result = _mosaic().decode_attention(*arguments, out=out, interpret=interpret, **options)
+    else:
+        result = xla.decode_attention(*arguments, out=out, **options)
+    return result if arrivals is None else (result, arrivals)
 
 
 def extend_attention(
@@ -232,6 +236,7 @@ def extend_attention(
     cu_q_lens: jax.Array,
     seq_lens: jax.Array,
     *,
+    tokens: int | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
@@ -249,20 +254,21 @@ def extend_attention(
         row's length or wholly before the window of its first query may hold anything.
       cu_q_lens: int32 [R+1], non-decreasing from 0. Tokens past its end are padding.
       seq_lens: int32 [R], length of each row with this chunk; at least its chunk.
+      tokens: Python int, how many of q's tokens are in chunks at most; None: all of them. Tiles of "xla" are no larger.
       page_offset, scale, window, softcap: as in decode_attention, for each query at its own position.
 
     Returns:
       [T, H, D] in q's dtype; zeros for padding. Softmax in float32.
     """
     _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window, softcap)
-    _validate.check_extend(cu_q_lens, seq_lens)
+    _validate.check_extend(q, cu_q_lens, seq_lens, tokens)
     _require(implementation, q.shape[1], k_pages, interpret)
     options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
     if implementation in PALLAS:
         kernels = triton if implementation == "triton" else _mosaic()
         options["interpret"] = interpret
         return kernels.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
-    return xla.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, **options)
+    return xla.extend_attention(q, k_pages, v_pages, page_table, cu_q_lens, seq_lens, tokens=tokens, **options)
 
 
 def draw_tokens(

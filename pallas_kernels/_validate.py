@@ -93,13 +93,20 @@ def check_attention(
         raise ValueError(f"softcap: got {softcap!r}, allowed is None or a positive number")
 
 
-def check_decode(q: jax.Array, k_pages: Pages, page_table: jax.Array, arrivals: jax.Array | None) -> None:
-    if q.shape[0] != page_table.shape[0]:
-        _fail("q", q, f"{page_table.shape[0]} rows, those of page_table")
+def check_decode(
+    q: jax.Array, k_pages: Pages, page_table: jax.Array, arrivals: jax.Array | None, out: jax.Array | None
+) -> None:
+    rows = page_table.shape[0]
+    if out is None and q.shape[0] != rows:
+        _fail("q", q, f"{rows} rows, those of page_table")
+    if out is not None and q.shape[0] < rows:
+        _fail("q", q, f"at least {rows} rows, those of page_table")
+    if out is not None and (out.shape != q.shape or out.dtype != q.dtype):
+        _fail("out", out, f"that of q, {q.dtype}{list(q.shape)}")
     if arrivals is not None:
         _int32(2, arrivals=arrivals)
-        if arrivals.shape != (q.shape[0], k_pages.shape[2]):
-            _fail("arrivals", arrivals, f"int32[{q.shape[0]}, {k_pages.shape[2]}], rows and KV heads")
+        if arrivals.shape != (rows, k_pages.shape[2]):
+            _fail("arrivals", arrivals, f"int32[{rows}, {k_pages.shape[2]}], rows and KV heads")
 
 
 def check_rope(
@@ -129,7 +136,9 @@ def check_rope(
     return heads
 
 
-def check_extend(cu_q_lens: jax.Array, seq_lens: jax.Array) -> None:
+def check_extend(q: jax.Array, cu_q_lens: jax.Array, seq_lens: jax.Array, tokens: int | None) -> None:
     _int32(1, cu_q_lens=cu_q_lens)
     if cu_q_lens.shape[0] != seq_lens.shape[0] + 1:
         _fail("cu_q_lens", cu_q_lens, f"int32[{seq_lens.shape[0] + 1}], one more than seq_lens")
+    if tokens is not None and not (isinstance(tokens, int) and 0 <= tokens <= q.shape[0]):
+        raise ValueError(f"tokens: got {tokens!r}, allowed is None or a Python int in [0, {q.shape[0]}], those of q")

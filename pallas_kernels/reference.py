@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def write_kv(
@@ -93,3 +94,31 @@ def extend_attention(
 
     rows = jax.lax.map(row, jnp.arange(page_table.shape[0], dtype=jnp.int32))
     return rows.sum(axis=0).astype(q.dtype)
+
+
+def draw_error(
+    token: int, logits: np.ndarray, *, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float
+) -> float:
+    """How far a uniform number is from the place of the token that it drew among the cumulated weights, as a share of
+    them all: by a sort, in float64. Infinite where the token should not have been left."""
+    weights = _weights_left(logits, temperature, top_k, top_p, min_p)
+    if not weights[token] > 0:
+        return float("inf")
+    below, whole = weights[:token].sum(), weights.sum()
+    wanted = uniform * whole
+    return float(max(below - wanted, wanted - below - weights[token], 0.0) / whole)
+
+
+def _weights_left(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """float64 [V], what each id weighs after all limits."""
+    scaled = (logits.astype(np.float64) - logits.max()) / temperature
+    weights = np.exp(scaled)
+    ranked = np.sort(scaled)[::-1]
+    if top_k > 0:
+        weights[scaled < ranked[min(top_k, len(ranked)) - 1]] = 0
+    if top_p < 1:
+        order = np.argsort(-weights, kind="stable")
+        last = order[np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum() * (1 - 1e-7))]
+        weights[weights < weights[last]] = 0
+    weights[weights < min_p] = 0
+    return weights

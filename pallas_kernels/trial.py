@@ -83,10 +83,11 @@ def _results(shape: AttentionShape, **options: Any) -> list[np.ndarray]:
         cos, sin, slots, table, lengths, cu_q_lens = arrays
         q, k, v = pk.rope_and_write_kv(qkv, k, v, cos, sin, slots, **options)
         attend: dict[str, Any] = {"page_offset": 0, "scale": shape.head_dim**-0.5, **options}
-        decoded = pk.decode_attention(queries, k, v, table, lengths, **attend)
-        extended = pk.extend_attention(q, k, v, table, cu_q_lens, lengths, **attend)
+        together = jnp.concatenate([q, queries])  # as in a step with prompts and decoding rows
+        out = pk.extend_attention(together, k, v, table, cu_q_lens, lengths, tokens=tokens, **attend)
+        out = pk.decode_attention(together, k, v, table, lengths, out=out, **attend)
         pools = [dequantize(pool) if isinstance(pool, QuantizedPages) else pool for pool in (k, v)]
-        return [q, *pools, decoded, extended, _drawn(**options)]
+        return [q, *pools, out[tokens:], out[:tokens], _drawn(**options)]
 
     cu_q_lens = np.array([0, *ends], np.int32)
     queries = normal(len(_LENGTHS), shape.heads, shape.head_dim)

@@ -26,6 +26,8 @@ arXiv:2205.14135) after Milakov and Gimelshein (arXiv:1805.02867); page tables,
 PagedAttention (Kwon et al. 2023, arXiv:2309.06180).
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -125,12 +127,18 @@ def decode_attention(
     page_table: jax.Array,
     seq_lens: jax.Array,
     *,
+    out: jax.Array | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
     """Rows in tiles of DECODE_ROWS, sorted by what they see so that a tile's rows end together."""
+    if out is not None:
+        first = len(q) - len(seq_lens)
+        options: dict[str, Any] = {"page_offset": page_offset, "scale": scale, "window": window, "softcap": softcap}
+        rows_out = decode_attention(q[first:], k_pages, v_pages, page_table, seq_lens, **options)
+        return lax.dynamic_update_slice_in_dim(out, rows_out, first, axis=0)
     rows, heads, dim = q.shape
     pages, size, kv_heads, _ = k_pages.shape
     group, wide, block = heads // kv_heads, kv_heads * dim, DECODE_BLOCK
@@ -194,14 +202,16 @@ def extend_attention(
     cu_q_lens: jax.Array,
     seq_lens: jax.Array,
     *,
+    tokens: int | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
 ) -> jax.Array:
     """Tiles of up to EXTEND_QUERIES tokens of one row each, in token order."""
-    tokens, heads, dim = q.shape
+    lines, heads, dim = q.shape
     pages, size, kv_heads, _ = k_pages.shape
+    tokens = lines if tokens is None else tokens
     group, width = heads // kv_heads, min(EXTEND_QUERIES, max(tokens, 1))
     block = NARROW_BLOCK if width <= NARROW_TILE else EXTEND_BLOCK
     count, row_of, first_of, position_of = tile_map(cu_q_lens, seq_lens, tokens, width)
@@ -246,7 +256,7 @@ def extend_attention(
         # Where a tile runs over its chunk, the next tile or the last line overwrites the excess.
         return lax.dynamic_update_slice_in_dim(out, acc, first, axis=0)
 
-    out = jnp.zeros((tokens + width, heads, dim), q.dtype)
-    out = lax.fori_loop(0, count, run, out)[:tokens]
-    real = jnp.arange(tokens, dtype=jnp.int32) < cu_q_lens[-1]
+    out = jnp.zeros((lines + width, heads, dim), q.dtype)
+    out = lax.fori_loop(0, count, run, out)[:lines]
+    real = jnp.arange(lines, dtype=jnp.int32) < cu_q_lens[-1]
     return jnp.where(real[:, None, None], out, jnp.zeros((), q.dtype))

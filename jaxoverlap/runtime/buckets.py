@@ -47,19 +47,28 @@ class StepShape:
         return f"{prefill} + decode {self.decode_rows}" if self.decode_rows else prefill
 
 
-class Buckets:
-    """Powers of two up to a limit, and the limit itself whatever it is; of four in steps that are mixed."""
+def row_multiple(attention: str) -> int:
+    """Beside kernels decoding rows come in eights: cuBLASLt would pad each product on its own, and cut its result."""
+    return 1 if attention == "xla" else 8
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self._only = _only_shape(config) if config.deterministic else None
+
+class Buckets:
+    """Powers of two up to a limit, and the limit itself whatever it is; of four in steps that are mixed.
+
+    Decoding rows, and those of the second half, are such numbers rounded up to multiples of `row_multiple`.
+    """
+
+    def __init__(self, config: SchedulerConfig, row_multiple: int = 1) -> None:
+        self._only = _only_shape(config, row_multiple) if config.deterministic else None
         self._chunks = min(config.max_prefill_rows, config.max_running)
         self._mixed_chunks = min(config.max_mixed_chunks, config.max_running)
-        self.decode_rows = sizes(1, config.max_running)
+        self.decode_rows = _multiples(sizes(1, config.max_running), row_multiple)
         self.prefill_tokens = sizes(_SMALLEST_PREFILL, config.max_batched_tokens)
         self.mixed_tokens = config.mixed_sizes if config.mixed_steps and config.max_running > 1 else ()
-        self.mixed_rows = _every_other(sizes(4, config.max_running))
+        self.mixed_rows = _multiples(_every_other(sizes(4, config.max_running)), row_multiple)
         beside = self._mixed_chunks if self.mixed_tokens else 0
-        self.sample_rows = _every_other(sizes(1, max(self._chunks, config.max_running + beside)))
+        most = max(self._chunks, self.decode_rows[-1] + beside)
+        self.sample_rows = _multiples(_every_other(sizes(1, most)), row_multiple)
 
     def __iter__(self) -> Iterator[StepShape]:
         if self._only is not None:
@@ -79,21 +88,22 @@ class Buckets:
             return self._only
         tokens, rows = plan.num_prefill_tokens, len(plan.decode_rows)
         if not rows:
-            return self._shape(_round_up(tokens, self.prefill_tokens), 0)
+            return self._shape(_smallest(tokens, self.prefill_tokens), 0)
         if not tokens:
-            return self._shape(0, _round_up(rows, self.decode_rows))
-        return self._shape(_round_up(tokens, self.mixed_tokens), _round_up(rows, self.mixed_rows))
+            return self._shape(0, _smallest(rows, self.decode_rows))
+        return self._shape(_smallest(tokens, self.mixed_tokens), _smallest(rows, self.mixed_rows))
 
     def _shape(self, tokens: int, decode_rows: int) -> StepShape:
         prompts = min(tokens, self._mixed_chunks if decode_rows else self._chunks)
-        return StepShape(tokens, prompts, decode_rows, _round_up(prompts + decode_rows, self.sample_rows))
+        return StepShape(tokens, prompts, decode_rows, _smallest(prompts + decode_rows, self.sample_rows))
 
 
-def _only_shape(config: SchedulerConfig) -> StepShape:
+def _only_shape(config: SchedulerConfig, row_multiple: int) -> StepShape:
     """Holds every plan. A multiple of 16 tokens: kernels of matrix products treat what is left over differently."""
-    rows, prompts = config.max_running, min(config.max_prefill_rows, config.max_batched_tokens)
-    tokens = -(-(config.max_batched_tokens + rows) // 16) * 16 - rows
-    return StepShape(tokens, prompts, rows, -(-(prompts + rows) // 16) * 16)
+    rows = round_up(config.max_running, row_multiple)
+    prompts = min(config.max_prefill_rows, config.max_batched_tokens)
+    tokens = round_up(config.max_batched_tokens + rows, 16) - rows
+    return StepShape(tokens, prompts, rows, round_up(prompts + rows, 16))
 
 
 def _every_other(found: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,5 +111,14 @@ def _every_other(found: tuple[int, ...]) -> tuple[int, ...]:
     return found[::-2][::-1]
 
 
-def _round_up(value: int, found: tuple[int, ...]) -> int:
+def _multiples(found: tuple[int, ...], multiple: int) -> tuple[int, ...]:
+    """Each rounded up, and once."""
+    return tuple(dict.fromkeys(round_up(size, multiple) for size in found))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _smallest(value: int, found: tuple[int, ...]) -> int:
     return next(size for size in found if size >= value)

@@ -121,8 +121,8 @@ class Executables:
             second_half = jax.jit(choose, donate_argnums=(0, 2))
             return second_half.lower(state, ready, self._rules(), allowed).compile()
         if shape == Rare.SCORE_PROMPT:
-            hidden = self._array((step.max_prompt_tokens, step.config.hidden_size), step.dtype)
-            per_token = self._array((step.max_prompt_tokens,), jnp.int32)
+            hidden = self._array((step.max_step_tokens, step.config.hidden_size), step.dtype)
+            per_token = self._array((step.max_step_tokens,), jnp.int32)
             return jax.jit(step.score_prompt).lower(self._weights, hidden, per_token, per_token).compile()
         if shape == Rare.BLANK_RULES:
             blank = partial(RowRules.blank, step.num_rows, step.config.vocab_size)
@@ -135,7 +135,6 @@ class Executables:
         return ReadyToSample(
             logits=self._array((num_rows, self._step.config.vocab_size), jnp.float32),
             rows=self._array((num_rows,), jnp.int32),
-            publishes=self._array((num_rows,), jnp.bool_),
             seq_len=self._array((num_rows,), jnp.int32),
         )
 

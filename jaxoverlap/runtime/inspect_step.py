@@ -1,7 +1,7 @@
 """What a step is on a GPU that is not there: its kernels, copies and memory, as XLA compiles it (`pallas_kernels.aot`).
 
-A decode step should be one command buffer (one CUDA graph: one launch for the driver), copy nothing, leave the pool
-where it is, and have few kernels per layer: at few rows a kernel takes about as long as its launch.
+A step should be one command buffer (one CUDA graph: one launch for the driver), copy nothing, leave the pool where it
+is, and have few kernels per layer: at few rows a kernel takes about as long as its launch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.decoder import abstract_weights
 from jaxoverlap.model.rope import RopeConfig
-from jaxoverlap.runtime.buckets import StepShape
+from jaxoverlap.runtime.buckets import StepShape, round_up, row_multiple
 from jaxoverlap.runtime.packing import packed_size
 from jaxoverlap.runtime.row_state import KVPages, RowState
 from jaxoverlap.runtime.step import DeviceStep
@@ -26,8 +26,8 @@ from pallas_kernels.aot import Report, Target, compile_for, spec
 from pallas_kernels.pages import num_bytes
 
 MAX_KERNELS = 9
-"""Of a layer that decodes: norm, QKV, rope and write, attention, O, norm, gate and up, their product, down."""
-_ATTENTION = ("decode_attention", "extend_attention")
+"""Of a layer: norm, QKV, rope and write, attention, O, norm, gate and up, their product, down. One more in a step that
+has both prompts and decoding rows, because their attentions are two."""
 
 
 @dataclass(frozen=True)
@@ -36,28 +36,35 @@ class StepReport:
 
     Attributes:
       compiled: by XLA.
+      shape: of the step.
       num_layers: of the model.
       pool_bytes: of the KV pool, keys and values.
     """
 
     compiled: Report
+    shape: StepShape
     num_layers: int
     pool_bytes: int
 
     @property
     def kernels_per_layer(self) -> int | None:
-        """From one layer's attention to the next one's, at most; None where attention is no kernel of ours."""
-        names = [kernel.name for kernel in self.compiled.kernels]
-        found = [index for index, name in enumerate(names) if name.startswith(_ATTENTION)]
-        return max((after - before for before, after in pairwise(found)), default=None)
+        """At most; None where attention is no kernel of ours."""
+        return max(map(len, self._layers), default=None)
 
     @property
     def kernels_of_a_layer(self) -> list[str]:
         """The names of them, in the middle of the model."""
+        layers = self._layers
+        return layers[len(layers) // 2] if layers else []
+
+    @property
+    def _layers(self) -> list[list[str]]:
+        """Names of kernels, from each layer's attention to the next one's; from the second of two, because before the
+        first one's is what all layers share."""
         names = [kernel.name for kernel in self.compiled.kernels]
-        found = [index for index, name in enumerate(names) if name.startswith(_ATTENTION)]
-        middle = len(found) // 2
-        return names[found[middle - 1] : found[middle]] if len(found) > 1 else []
+        last = "decode_attention" if self.shape.decode_rows else "extend_attention"
+        found = [index for index, name in enumerate(names) if name.startswith(last)]
+        return [names[before:after] for before, after in pairwise(found)]
 
     @property
     def pool_stays(self) -> bool:
@@ -65,17 +72,18 @@ class StepReport:
 
     @property
     def faults(self) -> list[str]:
-        """What a decode step should not be."""
-        compiled = self.compiled
+        """What a step should not be."""
+        compiled, shape = self.compiled, self.shape
+        most = MAX_KERNELS + bool(shape.prefill_tokens and shape.decode_rows)
         outside = [thunk.name for thunk in compiled.kernels if thunk.depth == 0]
         found = {
             f"{len(compiled.command_buffers)} command buffers, not one": len(compiled.command_buffers) != 1,
             f"{len(outside)} kernels outside of command buffers": bool(outside),
             f"{len(compiled.copies)} copies": bool(compiled.copies),
             "the KV pool is copied": not self.pool_stays,
-            "temporaries of 5 % of the KV pool and more": 20 * compiled.temporary_bytes >= self.pool_bytes,
-            f"{self.kernels_per_layer} kernels per layer, more than {MAX_KERNELS}": (self.kernels_per_layer or 0)
-            > MAX_KERNELS,
+            "temporaries of 5 % of the KV pool and more": 20 * compiled.temporary_bytes >= self.pool_bytes
+            and not shape.prefill_tokens,  # those of prompts grow with them
+            f"{self.kernels_per_layer} kernels per layer, more than {most}": (self.kernels_per_layer or 0) > most,
         }
         return [fault for fault, is_so in found.items() if is_so]
 
@@ -121,8 +129,9 @@ def inspect_step(
       pallas_kernels.aot.CanNotCompile: the machine lacks XLA's compiler for NVIDIA GPUs.
     """
     pages_per_row = -(-max_model_len // page_size)
-    prompts = min(prompt_tokens, 16)
-    shape = StepShape(prompt_tokens, prompts, decode_rows, prompts + decode_rows)
+    prompts, multiple = min(prompt_tokens, 16), row_multiple(attention)
+    rows = round_up(decode_rows, multiple)
+    shape = StepShape(prompt_tokens, prompts, rows, round_up(prompts + rows, multiple))
     step = DeviceStep(
         config=config,
         dtype=jnp.dtype(dtype),
@@ -130,7 +139,7 @@ def inspect_step(
         pages_per_row=pages_per_row,
         num_pages=num_pages,
         page_size=page_size,
-        max_prompt_tokens=prompt_tokens,
+        max_step_tokens=prompt_tokens + rows,
         attention=attention,
     )
     kv = KVPages.abstract(config, num_pages, page_size, dtype if kv_dtype is None else kv_dtype)
@@ -139,7 +148,7 @@ def inspect_step(
     arguments = (abstract_weights(config, jnp.dtype(dtype)), kv, state, packed)
     options = step.compiler_options
     compiled = compile_for(target, partial(step, shape), *arguments, donate=(1, 2), options=options, ptxas=False)
-    return StepReport(compiled, config.num_layers, num_bytes(kv))
+    return StepReport(compiled, shape, config.num_layers, num_bytes(kv))
 
 
 LLAMA_3_8B = ModelConfig(

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxoverlap.errors import UnsupportedError
 from jaxoverlap.model.config import ModelConfig
-from jaxoverlap.runtime.buckets import Buckets, StepShape
+from jaxoverlap.runtime.buckets import Buckets, StepShape, row_multiple
 from jaxoverlap.runtime.executables import Executables, Rare, SampleShape, Shape, mask_words
 from jaxoverlap.runtime.packing import pack
 from jaxoverlap.runtime.row_state import KVPages, RowState
@@ -74,7 +74,7 @@ class LaunchedDeviceStep:
     Attributes:
       output: int32 [sample_rows, 2] on the device; None until the second half is launched.
       scores: int32 [sample_rows, SCORE_WORDS]; only where a row of the plan asks for it.
-      prompt_scores: int32 [max_prompt_tokens, SCORE_WORDS]; only where a chunk of the plan asks for it.
+      prompt_scores: int32 [max_step_tokens, SCORE_WORDS]; only where a chunk of the plan asks for it.
     """
 
     runner: DeviceRunner
@@ -127,7 +127,8 @@ class DeviceRunner:
         limits = scheduler_config.limits
         self.device = device or jax.devices()[0]
         pool_dtype = dtype if kv_dtype is None else kv_dtype
-        self.buckets = Buckets(scheduler_config)
+        implementation = choose_attention(attention, self.device, config, limits.page_size, pool_dtype)
+        self.buckets = Buckets(scheduler_config, row_multiple(implementation))
         self.step = DeviceStep(
             config=config,
             dtype=dtype,
@@ -135,8 +136,8 @@ class DeviceRunner:
             pages_per_row=scheduler_config.pages_per_row,
             num_pages=limits.num_pages,
             page_size=limits.page_size,
-            max_prompt_tokens=max(shape.prefill_tokens for shape in self.buckets),
-            attention=choose_attention(attention, self.device, config, limits.page_size, pool_dtype),
+            max_step_tokens=max(each.prefill_tokens + each.decode_rows for each in self.buckets if each.prefill_tokens),
+            attention=implementation,
             interpret=attention == "triton" and self.device.platform == "cpu",
             deterministic=scheduler_config.deterministic,
         )

@@ -30,14 +30,13 @@ class ReadyToSample:
 
     Attributes:
       logits: float32 [B, V], of each row's last token.
-      rows: int32 [B]; padding is out of range.
-      publishes: bool [B]; False for chunks that do not end their prompt, for finished rows and for padding.
+      rows: int32 [B]; out of range where no token is to be published: chunks that do not end their prompt, finished
+        rows and padding.
       seq_len: int32 [B], positions written, those of this step included.
     """
 
     logits: jax.Array
     rows: jax.Array
-    publishes: jax.Array
     seq_len: jax.Array
 
 
@@ -60,7 +59,8 @@ def sample(
     Returns:
       state; output, int32 [B, 2]: token and `RowStatus`; scores, int32 [B, SCORE_WORDS]; rules.
     """
-    rows, publishes = ready.rows, ready.publishes
+    rows = ready.rows
+    publishes = rows < state.last_token.shape[0]
     params = read_row_params(state.params.at[rows].get(mode="fill", fill_value=0))
     num_outputs = state.num_outputs.at[rows].get(mode="fill", fill_value=0)
     logits = ready.logits
@@ -92,14 +92,13 @@ def sample(
     status = jnp.where(usable(ready.logits), status, RowStatus.BAD_LOGITS)
     status = jnp.where(publishes, status, RowStatus.VOID).astype(jnp.int32)
 
-    target = jnp.where(publishes, rows, state.last_token.shape[0])
     state = replace(
         state,
-        last_token=state.last_token.at[target].set(tokens, mode="drop"),
-        seq_len=state.seq_len.at[target].set(ready.seq_len, mode="drop"),
-        num_outputs=state.num_outputs.at[target].set(num_outputs, mode="drop"),
-        finished=state.finished.at[target].set(status != RowStatus.RUNNING, mode="drop"),
+        last_token=state.last_token.at[rows].set(tokens, mode="drop"),
+        seq_len=state.seq_len.at[rows].set(ready.seq_len, mode="drop"),
+        num_outputs=state.num_outputs.at[rows].set(num_outputs, mode="drop"),
+        finished=state.finished.at[rows].set(status != RowStatus.RUNNING, mode="drop"),
     )
     if rules is not None:
-        rules = rules.count(target, tokens)
+        rules = rules.count(rows, tokens)
     return state, jnp.stack([tokens, status], axis=-1), scores, rules

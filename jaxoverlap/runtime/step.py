@@ -37,7 +37,8 @@ class DeviceStep:
       config, dtype: the model.
       num_rows, pages_per_row: R and C of the row state.
       num_pages: P, pages of one layer; page_size: positions in a page.
-      max_prompt_tokens: in any step; every step pads to it what `score_prompt` reads, which so has one shape.
+      max_step_tokens: of steps with prompts, with the rows that decode beside them; every step pads to it what
+        `score_prompt` reads, which so has one shape.
       attention: implementation in `pallas_kernels`; interpret: run its kernels without a GPU, slowly.
       deterministic: prompt tokens attend as decoding rows do, so that it does not matter which of them a token is in.
     """
@@ -48,7 +49,7 @@ class DeviceStep:
     pages_per_row: int
     num_pages: int
     page_size: int
-    max_prompt_tokens: int
+    max_step_tokens: int
     attention: str = "xla"
     interpret: bool = False
     deterministic: bool = False
@@ -64,11 +65,10 @@ class DeviceStep:
         """Runs one step of a static shape with T prompt tokens, R prompts and B decoding rows.
 
         Returns:
-          The pool; the row state; what `sample` needs of the R + B rows; and the last hidden states of the prompt
-          tokens, [max_prompt_tokens, hidden_size] (None of a step without any), for `score_prompt`.
+          The pool; the row state; what `sample` needs of the R + B rows; and the last hidden states of all tokens,
+          prompts first, [max_step_tokens, hidden_size] (None of a step without prompts), for `score_prompt`.
         """
         step = unpack(packed, shape, self.pages_per_row)
-        real_rows, step = step.decode_rows, self._rows_in_eights(step)
         state = self._add_pages(self._seat_chunks(state, step), step)
         prompts, decodes = self._prompt_tokens(step), self._decode_tokens(state, step)
         attention = _PagedAttention(self, kv, step, prompts, decodes, state)
@@ -84,19 +84,19 @@ class DeviceStep:
         assert isinstance(hidden, jax.Array)
         last_of_chunk = jnp.maximum(step.cu_q_lens[1:] - 1, 0)
         last_hidden = _join(hidden[: shape.prefill_tokens][last_of_chunk], hidden[shape.prefill_tokens :])
+        if packed_attend:  # on a GPU rows more cost the product little, and to pad its result costs a copy of it
+            last_hidden = _pad_rows(last_hidden, shape.sample_rows)
         logits = decoder.apply(weights, last_hidden, method=Decoder.logits)
         assert isinstance(logits, jax.Array)
-        step = replace(step, decode_rows=real_rows)
-        ready = self._ready(shape, state, step, logits[: shape.prefill_rows + len(real_rows)])
+        ready = self._ready(shape, state, step, logits)
         if not shape.prefill_tokens:
             return attention.kv, state, ready, None
-        missing = (0, self.max_prompt_tokens - shape.prefill_tokens)
-        return attention.kv, state, ready, jnp.pad(hidden[: shape.prefill_tokens], (missing, (0, 0)))
+        return attention.kv, state, ready, _pad_rows(hidden, self.max_step_tokens)
 
     def score_prompt(self, weights: Any, hidden: jax.Array, targets: jax.Array, num_top: jax.Array) -> jax.Array:
-        """Scores the token that follows each of T prompt tokens; a few at a time, so that no [T, V] ever exists.
+        """Scores the token that follows each of T tokens; a few at a time, so that no [T, V] ever exists.
 
-        Args (T is max_prompt_tokens):
+        Args (T is max_step_tokens):
           hidden: [T, hidden_size].
           targets, num_top: int32 [T], see `score_tokens`.
 
@@ -106,11 +106,9 @@ class DeviceStep:
         decoder = Decoder(self.config, self.dtype)
         width = min(_SCORED_TOGETHER, len(targets))
         blocks = -(-len(targets) // width)
-        padding = blocks * width - len(targets)
 
         def split(array: jax.Array, fill: int = 0) -> jax.Array:
-            widths = [(0, padding)] + [(0, 0)] * (array.ndim - 1)
-            return jnp.pad(array, widths, constant_values=fill).reshape(blocks, width, *array.shape[1:])
+            return _pad_rows(array, blocks * width, fill).reshape(blocks, width, *array.shape[1:])
 
         def score(block: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             def of_logits() -> jax.Array:
@@ -123,15 +121,6 @@ class DeviceStep:
 
         words = jax.lax.map(score, (split(hidden), split(targets), split(num_top, -1)))
         return words.reshape(blocks * width, SCORE_WORDS)[: len(targets)]
-
-    def _rows_in_eights(self, step: PackedStep) -> PackedStep:
-        """Beside kernels, decoding rows are padded to a multiple of 8: cuBLASLt would pad each product on its own."""
-        missing = (0, 0 if self.attention == "xla" else -len(step.decode_rows) % 8)
-        return replace(
-            step,
-            decode_rows=jnp.pad(step.decode_rows, missing, constant_values=self.num_rows),
-            new_pages=jnp.pad(step.new_pages, missing, constant_values=self.num_pages),
-        )
 
     def _seat_chunks(self, state: RowState, step: PackedStep) -> RowState:
         """Every chunk sets its row up anew; only the first needs it, and the others change nothing."""
@@ -191,12 +180,10 @@ class DeviceStep:
         # A chunk's row already has its new length; a decoding row grows by the token it has just run.
         seq_len = state.seq_len.at[rows].get(mode="fill", fill_value=0) + _join(step.chunk_rows * 0, decoded)
         publishes = _join(step.publishes, decoded).astype(bool) & ~finished
-        padding = (0, shape.sample_rows - len(rows))
         return ReadyToSample(
-            logits=jnp.pad(logits, (padding, (0, 0))),
-            rows=jnp.pad(rows, padding, constant_values=self.num_rows),
-            publishes=jnp.pad(publishes, padding),
-            seq_len=jnp.pad(seq_len, padding),
+            logits=_pad_rows(logits, shape.sample_rows),
+            rows=_pad_rows(jnp.where(publishes, rows, self.num_rows), shape.sample_rows, self.num_rows),
+            seq_len=_pad_rows(seq_len, shape.sample_rows),
         )
 
 
@@ -220,6 +207,8 @@ class _PagedAttention:
         self._slots = _join(prompts.slots, decodes.slots)
         self._num_prompt_tokens = len(prompts.token_ids)
         self._chunk_ends = packed.chunk_starts + packed.cu_q_lens[1:] - packed.cu_q_lens[:-1]
+        # Not those of the input: a kernel's argument that is a piece of another array is a copy.
+        self._chunk_tables = state.page_table.at[packed.chunk_rows].get(mode="fill", fill_value=step.num_pages)
         rows = packed.decode_rows
         self._decode_tables = state.page_table.at[rows].get(mode="fill", fill_value=step.num_pages)
         finished = state.finished.at[rows].get(mode="fill", fill_value=True)
@@ -267,27 +256,33 @@ class _PagedAttention:
         return jnp.where(self._slots < in_layer, self._slots + layer * in_layer, nowhere)
 
     def _attend(self, layer: int, q: jax.Array) -> jax.Array:
-        step, packed, split = self._step, self._packed, self._num_prompt_tokens
+        step, packed, prompt_tokens = self._step, self._packed, self._num_prompt_tokens
         options: dict[str, Any] = {
             "page_offset": layer * step.num_pages,
             "scale": step.config.head_dim**-0.5,
             "window": step.config.windows[layer],
             **self._implementation,
         }
-        pages, outputs = (self.kv.k, self.kv.v), []
-        if split:
-            tables = packed.page_tables, packed.cu_q_lens, self._chunk_ends
-            outputs.append(extend_attention(q[:split], *pages, *tables, **options))
-        if split < len(q):
+        pages, out = (self.kv.k, self.kv.v), None
+        if prompt_tokens:
+            chunks = self._chunk_tables, packed.cu_q_lens, self._chunk_ends
+            out = extend_attention(q, *pages, *chunks, tokens=prompt_tokens, **options)
+        if prompt_tokens < len(q):
             rows = self._decode_tables, self._decode_lens, self._arrivals
-            output, self._arrivals = decode_attention(q[split:], *pages, *rows, **options)
-            outputs.append(output)
-        return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs)
+            out, self._arrivals = decode_attention(q, *pages, *rows, out=out, **options)
+        assert out is not None
+        return out
 
 
 def _chunk_of(step: PackedStep, tokens: jax.Array) -> jax.Array:
     """The chunk of each of a step's prompt tokens; that of padding is out of range. By comparing, without a loop."""
     return jnp.searchsorted(step.cu_q_lens[1:], tokens, side="right", method="compare_all").astype(jnp.int32)
+
+
+def _pad_rows(array: jax.Array, rows: int, fill: int = 0) -> jax.Array:
+    """More of the first axis."""
+    widths = [(0, rows - len(array))] + [(0, 0)] * (array.ndim - 1)
+    return jnp.pad(array, widths, constant_values=fill)
 
 
 def _join(first: jax.Array, second: jax.Array) -> jax.Array:

@@ -57,6 +57,7 @@ class Tiles:
     window: int | None
     blocks: Blocks
     scores: Scores
+    first: int  # of q's tokens, the first row's
 
     @property
     def padded_group(self) -> int:
@@ -89,10 +90,11 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, out_ref, *part_refs: Any, 
     stretch = {"first": first + begin, "count": jnp.minimum(per_split, count - begin)}
     stream = Stream(blocks, keys, values, **barriers, **stretch, lowest=lowest, length=length)
     q, q_here, rows = scratch["q"], scratch["q_here"], scratch["rows"]
+    where = row + tiles.first, pl.ds(head * group, group)
 
     @pl.when(warpgroup == 1)
     def _() -> None:
-        plgpu.copy_gmem_to_smem(q_ref.at[row, pl.ds(head * group, group)], rows.at[pl.ds(0, group)], q_here)
+        plgpu.copy_gmem_to_smem(q_ref.at[where], rows.at[pl.ds(0, group)], q_here)
         stream.load(k_ref, v_ref, table_ref, row, head)
 
     @pl.when(warpgroup == 0)
@@ -111,7 +113,7 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, out_ref, *part_refs: Any, 
         plgpu.barrier_wait(q_here)
         take(rows, q)
         state = lax.fori_loop(0, stream.count, step, no_weight(blocks.dim))
-        result_at = out_ref.at[row, pl.ds(head * group, group)]
+        result_at = out_ref.at[where]
 
         @pl.when((active <= 1) & (split == 0))
         def _() -> None:
@@ -173,6 +175,7 @@ def decode_attention(
     page_table: jax.Array,
     seq_lens: jax.Array,
     *,
+    out: jax.Array | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
@@ -180,14 +183,14 @@ def decode_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """See `pallas_kernels.decode_attention`."""
-    rows, heads, dim = q.shape
+    (rows,), (tokens, heads, dim) = seq_lens.shape, q.shape
     pages, size, kv_heads, _ = k_pages.shape
     dtype = k_pages.dtype
     splits = num_splits(rows, kv_heads, page_table.shape[1] * size, window)
     buffers = next(size for most, size in BUFFER_BYTES.items() if dim <= most)
     stages = max(2, buffers // (2 * BLOCK * dim * dtype.itemsize))
     blocks = Blocks(size, dim, dtype, page_offset, BLOCK, stages, consumers=1)
-    tiles = Tiles(heads // kv_heads, splits, window, blocks, Scores(scale, softcap))
+    tiles = Tiles(heads // kv_heads, splits, window, blocks, Scores(scale, softcap), tokens - rows)
 
     scratch: dict[str, Any] = {
         "rows": plgpu.SMEM((ROWS, dim), q.dtype),
@@ -196,7 +199,9 @@ def decode_attention(
         "memory": blocks.shapes,
         **blocks.barriers,
     }
-    out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    # A reference that goes in is written in place.
+    given = [] if out is None else [jax.new_ref(out)]
+    out_type = [jax.ShapeDtypeStruct(q.shape, q.dtype)] if out is None else []
     options: dict[str, Any] = {}
     if splits > 1:
         part = jax.ShapeDtypeStruct((rows, kv_heads, splits, tiles.padded_group, dim), jnp.float32)
@@ -209,7 +214,7 @@ def decode_attention(
         scratch["weights"] = tiled((ROWS, BLOCK), dtype)
 
     pools = (pool.reshape(pages * size, kv_heads, dim) for pool in (k_pages, v_pages))
-    return call(
+    results = call(
         functools.partial(_kernel, tiles=tiles),
         name="decode_attention",
         grid=(rows, kv_heads),
@@ -219,4 +224,5 @@ def decode_attention(
         scratch_types=scratch,
         interpret=interpret,
         **options,
-    )(q, *pools, page_table, seq_lens)[0]
+    )(q, *pools, page_table, seq_lens, *given)
+    return given[0][...] if given else results[0]

@@ -54,6 +54,11 @@ class Tiles:
     window: int | None
     scores: Scores
     interpret: bool
+    first: int  # of q's tokens, the first row's
+
+    def token(self, row: jax.Array) -> jax.Array:
+        """Where a row's query and result are."""
+        return row + self.first
 
     @property
     def lanes(self) -> int:
@@ -74,7 +79,8 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) 
     lanes = lax.iota(jnp.int32, tiles.lanes)
     heads = head * tiles.group + group
     real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
-    q = plt.load(q_ref.at[row, heads[:, None], lanes[None, :]], mask=real, other=0.0).astype(tiles.dtype)
+    where = (tiles.token(row), heads[:, None], lanes[None, :])
+    q = plt.load(q_ref.at[where], mask=real, other=0.0).astype(tiles.dtype)
     context = Context(k_ref, v_ref, table_ref, row, head, tiles.page_offset, tiles.block, tiles.dtype)
 
     def step(index: jax.Array, state: Softmax) -> Softmax:
@@ -86,19 +92,20 @@ def _kernel(q_ref, k_ref, v_ref, table_ref, lens_ref, *refs: Any, tiles: Tiles) 
     end = jnp.minimum(begin + per_split, first + blocks)
     state = lax.fori_loop(begin, end, step, no_weight(len(group), len(lanes)))
 
-    out_ref = refs[0] if tiles.splits == 1 else refs[1]
+    # Before the results are the arrays that some of them are written into.
+    out_ref, *shared_refs = refs[-1:] if tiles.splits == 1 else refs[-4:]
 
     @pl.when((active <= 1) & (split == 0))
     def _() -> None:
         _, total, acc = state
         result = acc / jnp.where(total > 0, total, 1.0)[:, None]
-        plt.store(out_ref.at[row, heads[:, None], lanes[None, :]], result.astype(out_ref.dtype), mask=real)
+        plt.store(out_ref.at[where], result.astype(out_ref.dtype), mask=real)
 
     if tiles.splits > 1:
 
         @pl.when((active > 1) & (split < active))
         def _() -> None:
-            _combine(state, row, head, split, active, *refs[1:], tiles=tiles)
+            _combine(state, row, head, split, active, out_ref, *shared_refs, tiles=tiles)
 
 
 def _combine(
@@ -153,7 +160,7 @@ def _combine(
         heads = head * tiles.group + group
         real = (group < tiles.group)[:, None] & (lanes < tiles.dim)[None, :]
         result = (acc / total[:, None]).astype(out_ref.dtype)
-        plt.store(out_ref.at[row, heads[:, None], lanes[None, :]], result, mask=real)
+        plt.store(out_ref.at[tiles.token(row), heads[:, None], lanes[None, :]], result, mask=real)
 
 
 def decode_attention(
@@ -164,6 +171,7 @@ def decode_attention(
     seq_lens: jax.Array,
     arrivals: jax.Array,
     *,
+    out: jax.Array | None = None,
     page_offset: int,
     scale: float,
     window: int | None = None,
@@ -172,16 +180,15 @@ def decode_attention(
     tuned: Tiling | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.decode_attention`; arrivals is int32 [B, K] zeros, and comes back as zeros."""
-    rows, heads, dim = q.shape
+    (rows,), (tokens, heads, dim) = seq_lens.shape, q.shape
     _, size, kv_heads, _ = k_pages.shape
     group = heads // kv_heads
     capacity = page_table.shape[1] * size
     problem = problem_of("decode_attention", q, k_pages, rows, capacity if window is None else min(capacity, window))
     tuned = tuned or tiling(problem)
     splits, dtype = tuned.splits, jnp.dtype(problem.dtype)
-    tiles = Tiles(
-        group, dim, tuned.queries, tuned.block, dtype, splits, page_offset, window, Scores(scale, softcap), interpret
-    )
+    scores, first = Scores(scale, softcap), tokens - rows
+    tiles = Tiles(group, dim, tuned.queries, tuned.block, dtype, splits, page_offset, window, scores, interpret, first)
     options: dict[str, Any] = {
         "name": "decode_attention",
         "grid": (rows, kv_heads, splits),
@@ -189,19 +196,18 @@ def decode_attention(
         "num_stages": tuned.num_stages,
         "interpret": interpret,
     }
-    kernel = functools.partial(_kernel, tiles=tiles)
-    out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     arguments = (q, k_pages, v_pages, page_table, seq_lens)
-    if splits == 1:
-        return call(kernel, out_shape=out, **options)(*arguments), arrivals
-    shapes = (
-        out,
-        jax.ShapeDtypeStruct((rows, kv_heads, splits, group, dim), jnp.float32),
-        jax.ShapeDtypeStruct((rows, kv_heads, splits, group), jnp.float32),
-        jax.ShapeDtypeStruct(arrivals.shape, jnp.int32),
-    )
-    aliases = {len(jax.tree.leaves(arguments)): 3}
-    result, _, _, arrivals = call(kernel, out_shape=shapes, input_output_aliases=aliases, **options)(
-        *arguments, arrivals
-    )
-    return result, arrivals
+    shapes = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    in_place = {} if out is None else {0: out}  # by index of the result
+    if splits > 1:
+        shapes += [
+            jax.ShapeDtypeStruct((rows, kv_heads, splits, group, dim), jnp.float32),
+            jax.ShapeDtypeStruct((rows, kv_heads, splits, group), jnp.float32),
+            jax.ShapeDtypeStruct(arrivals.shape, jnp.int32),
+        ]
+        in_place[3] = arrivals
+    count = len(jax.tree.leaves(arguments))
+    aliases = {count + index: result for index, result in enumerate(in_place)}
+    kernel = functools.partial(_kernel, tiles=tiles)
+    results = call(kernel, out_shape=shapes, input_output_aliases=aliases, **options)(*arguments, *in_place.values())
+    return results[0], arrivals if splits == 1 else results[3]

@@ -53,6 +53,8 @@ def decode(**changed):
         ({"window": 1.5}, r"window: got 1.5"),
         ({"softcap": 0.0}, r"softcap: got 0.0, allowed is None or a positive number"),
         ({"arrivals": jnp.zeros((2, 2), jnp.int32)}, r"arrivals: .*int32\[2, 3\], rows and KV heads"),
+        ({"out": jnp.zeros((3, 9, 64))}, r"out: got float32\[3, 9, 64\].*that of q, float32\[2, 9, 64\]"),
+        ({"q": jnp.zeros((1, 9, 64)), "out": jnp.zeros((1, 9, 64))}, r"q: .*at least 2 rows"),
     ],
 )
 def test_decode_refuses(changed, message):
@@ -68,6 +70,8 @@ def test_extend_refuses_a_wrong_number_of_chunks_and_no_window():
         pk.extend_attention(**args, cu_q_lens=jnp.zeros((3,), jnp.int32), window=0)
     with pytest.raises(ValueError, match=r"cu_q_lens: got int32\[2\].*one more than seq_lens"):
         pk.extend_attention(**args, cu_q_lens=jnp.zeros((2,), jnp.int32))
+    with pytest.raises(ValueError, match=r"tokens: got 3, allowed is None or a Python int in \[0, 2\]"):
+        pk.extend_attention(**args, cu_q_lens=jnp.zeros((3,), jnp.int32), tokens=3)
 
 
 @pytest.mark.parametrize(

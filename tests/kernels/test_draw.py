@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import draw_tokens
+from pallas_kernels.reference import draw_error
 
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
 SLACK = 1e-4
@@ -33,21 +34,6 @@ def draw(implementation, logits, *, temperature, top_k, top_p, min_p, uniform, d
     )
 
 
-def weights_left(logits, temperature, top_k, top_p, min_p):
-    """float64 [V], what each id weighs after all limits."""
-    scaled = (logits.astype(np.float64) - logits.max()) / temperature
-    weights = np.exp(scaled)
-    ranked = np.sort(scaled)[::-1]
-    if top_k > 0:
-        weights[scaled < ranked[min(top_k, len(ranked)) - 1]] = 0
-    if top_p < 1:
-        order = np.argsort(-weights, kind="stable")
-        last = order[np.searchsorted(np.cumsum(weights[order]), top_p * weights.sum() * (1 - 1e-7))]
-        weights[weights < weights[last]] = 0
-    weights[weights < min_p] = 0
-    return weights
-
-
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("vocab", [97, 4096, 9001])
 @pytest.mark.parametrize(
@@ -68,14 +54,10 @@ def test_a_draw_is_where_the_cumulated_weights_say(implementation, vocab, temper
     logits = (3 * rng.standard_normal((6, vocab))).astype(np.float32)
     logits[:, rng.permutation(vocab)[: vocab // 10]] = -np.inf
     uniform = np.array([0.0, 0.2, 0.5, 0.77, 0.999, 1 - 2**-24], np.float32)
-    tokens = draw(
-        implementation, logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, uniform=uniform
-    )
+    limits = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    tokens = draw(implementation, logits, **limits, uniform=uniform)
     for line, token, share in zip(logits, tokens, uniform, strict=True):
-        weights = weights_left(line, temperature, top_k, top_p, min_p)
-        assert weights[token] > 0
-        below, whole = weights[:token].sum(), weights.sum()
-        assert below - SLACK * whole <= share * whole <= below + weights[token] + SLACK * whole
+        assert draw_error(token, line, **limits, uniform=share) <= SLACK
 
 
 @IMPLEMENTATIONS

@@ -48,10 +48,10 @@ def without_races(result: jax.Array) -> jax.Array:
     return result
 
 
-def decode(case: Case, q: jax.Array, **options: Any) -> jax.Array:
+def decode(case: Case, q: jax.Array, out: jax.Array | None = None, **options: Any) -> jax.Array:
     options = {"page_offset": case.page_offset, "scale": case.scale, **MOSAIC, **options}
     run = jax.jit(functools.partial(pk.decode_attention, **options), compiler_options=UNOPTIMISED)
-    return without_races(run(q, case.k_pages, case.v_pages, case.page_table, case.seq_lens))
+    return without_races(run(q, case.k_pages, case.v_pages, case.page_table, case.seq_lens, out=out))
 
 
 def extend(case: Case, q: jax.Array, chunks: tuple[int, ...], **options: Any) -> jax.Array:
@@ -91,6 +91,16 @@ def test_extend_with_a_window_and_a_softcap():
     assert_rows_close(got, dense.attention(case, q, chunks, **options))
 
 
+@pytest.mark.parametrize(("heads", "lengths"), [(G3, (40, 0, 15)), (G5, (600, 0, 15))])
+def test_prompts_and_rows_share_queries_and_result(heads, lengths):
+    case, chunks = make(heads, lengths, dtype="bfloat16"), (9, 0, 5)
+    q = case.queries(14 + 2 + 3)
+    out = extend(case, q, chunks, tokens=14)
+    got = decode(case, q, out=out)
+    assert_rows_close(got[:16], dense.attention(case, q[:16], chunks))
+    assert_rows_close(got[16:], dense.decode_attention(case, q[16:]))
+
+
 def test_a_head_dim_that_fills_no_line():
     case, chunks = make(G5, (150, 5), page_size=64, dtype="bfloat16"), (9, 5)
     q = case.queries(14)
@@ -116,7 +126,7 @@ def test_a_trial_names_what_is_wrong(monkeypatch, name):
     def computed(each: str, spoilt: bool) -> Any:
         def call(*arguments: Any, interpret: bool, **options: Any) -> jax.Array:
             right = getattr(pk.xla, each)(*arguments, **options)
-            return right.at[1].multiply(1.5) if spoilt else right
+            return right.at[-4 if each == "decode_attention" else 1].multiply(1.5) if spoilt else right
 
         return call
 

@@ -29,12 +29,14 @@ UNOPTIMISED = {
     "xla_backend_optimization_level": 0
 }  # what is interpreted compiles for seconds and runs for milliseconds
 decode_jit = jax.jit(pk.decode_attention, static_argnames=STATIC, compiler_options=UNOPTIMISED)
-extend_jit = jax.jit(pk.extend_attention, static_argnames=STATIC, compiler_options=UNOPTIMISED)
+extend_jit = jax.jit(pk.extend_attention, static_argnames=(*STATIC, "tokens"), compiler_options=UNOPTIMISED)
 
 
-def decode(case: Case, q: jax.Array, arrivals: jax.Array | None = None, **options: Any) -> Any:
+def decode(
+    case: Case, q: jax.Array, arrivals: jax.Array | None = None, out: jax.Array | None = None, **options: Any
+) -> Any:
     options = {"page_offset": case.page_offset, "scale": case.scale, **TRITON, **options}
-    return decode_jit(q, case.k_pages, case.v_pages, case.page_table, case.seq_lens, arrivals, **options)
+    return decode_jit(q, case.k_pages, case.v_pages, case.page_table, case.seq_lens, arrivals, out=out, **options)
 
 
 def extend(case: Case, q: jax.Array, chunks: tuple[int, ...], **options: Any) -> jax.Array:
@@ -110,6 +112,18 @@ def test_arrivals_come_back_as_zeros_for_the_next_layer():
         got, arrivals = decode(case, q, arrivals)
         assert_rows_close(got, dense.decode_attention(case, q))
         assert not np.asarray(arrivals).any()
+
+
+@pytest.mark.parametrize("options", [{"implementation": "xla", "interpret": False}, TRITON], ids=["xla", "triton"])
+@pytest.mark.parametrize("lengths", [(40, 0, 15), (1100, 0, 257)], ids=["one split", "several"])
+def test_prompts_and_rows_share_queries_and_result(options, lengths):
+    case, chunks = make(SMOL, lengths), (9, 0, 5)
+    q, arrivals = case.queries(14 + 2 + 3), jnp.zeros((3, 3), jnp.int32)  # two tokens between them are padding
+    out = extend(case, q, chunks, tokens=14, **options)
+    got, arrivals = decode(case, q, arrivals, out, **options)
+    assert_rows_close(got[:16], dense.attention(case, q[:16], chunks))
+    assert_rows_close(got[16:], dense.decode_attention(case, q[16:]))
+    assert not np.asarray(arrivals).any()
 
 
 def test_splits_fill_a_gpu_and_no_more():

@@ -37,12 +37,16 @@ def test_a_step_over_codes_is_one_too_and_its_pool_has_about_half_the_bytes(kv_d
     assert report.pool_bytes == 4 * 4096 * 16 * 3 * 2 * (64 + 4)  # bfloat16 has 2 * 64 for 64 + 4
 
 
-@pytest.mark.parametrize("attention", ["triton", "mosaic"])
-def test_a_prefill_step_leaves_the_pool_where_it_is(attention):
-    report = inspect_step(FEW_LAYERS, TARGETS["h200"], attention=attention, decode_rows=0, prompt_tokens=512)
-    assert report.pool_stays
-    assert len(report.kernels_of_a_layer) == MAX_KERNELS
-    assert 20 * report.compiled.temporary_bytes < report.pool_bytes
+@pytest.mark.parametrize(
+    ("attention", "prompt_tokens", "decode_rows", "kernels"),
+    [("triton", 0, 4, 9), ("triton", 512, 0, 9), ("triton", 512, 8, 10), ("mosaic", 512, 0, 9), ("mosaic", 512, 8, 10)],
+)
+def test_so_are_steps_with_prompts_and_those_of_few_rows(attention, prompt_tokens, decode_rows, kernels):
+    shape = {"prompt_tokens": prompt_tokens, "decode_rows": decode_rows}
+    report = inspect_step(FEW_LAYERS, TARGETS["h200"], attention=attention, **shape)
+    assert not report.faults, str(report)
+    assert report.kernels_per_layer == len(report.kernels_of_a_layer) == kernels
+    assert all(kernel.depth == 1 for kernel in report.compiled.kernels)
 
 
 @pytest.mark.skipif(not os.environ.get("JAXOVERLAP_ALL_GPUS"), reason="JAXOVERLAP_ALL_GPUS is not set")

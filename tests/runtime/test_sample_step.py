@@ -56,8 +56,7 @@ class FixedLogits:
         state = self.state
         ready = ReadyToSample(
             logits=jnp.asarray(self.logits),
-            rows=jnp.arange(ROWS, dtype=jnp.int32),
-            publishes=~state.finished,
+            rows=jnp.where(state.finished, ROWS, jnp.arange(ROWS, dtype=jnp.int32)),
             seq_len=state.seq_len + 1,
         )
         allowed = np.full((ROWS, 1), -1, dtype=np.int32) if allowed is None else allowed
