@@ -58,13 +58,18 @@ def main() -> None:
                 engines[name] = EngineProcess(name, settings, **({"python": pythons[name]} if name in pythons else {}))
             for batch in args.batches:
                 rows.append(compare(engines, batch, args))
-                report.show("SmolLM2-135M, greedy, float32", rows[-1:])
                 _write(args, rows)
         finally:
             for engine in engines.values():
                 engine.close()
     note = f"prompt {PROMPT_LEN}, {args.new_tokens} new tokens, prefill included, median of {args.repeats}"
-    report.show("SmolLM2-135M, greedy, float32", rows, note)
+    lines = []
+    for row in rows:
+        for name in (OURS, *args.peers):
+            words = {"tokens/s": f"{name} tokens/s", "ours ÷ it": f"ours / {name}", "same ids": f"same ids as {name}"}
+            line = {"batch": row["batch"], "engine": name}
+            lines.append(line | {word: row.get(key, "") for word, key in words.items()})
+    report.show("SmolLM2-135M, greedy, float32", lines, note)
 
 
 def compare(engines: dict[str, EngineProcess], batch: int, args: Any) -> dict[str, Any]:
