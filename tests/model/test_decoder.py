@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from jaxoverlap.model import layout
-from jaxoverlap.model.decoder import Decoder, abstract_weights, matmul_precision, random_weights
+from jaxoverlap.model.decoder import Decoder, abstract_weights, contract, matmul_precision, random_weights
 from jaxoverlap.model.loading import load_model
 from tests.model.dense import dense_attend, dense_logits
 from tests.tiny_models import MODELS, VOCAB_SIZE, make_model, save_folder
@@ -191,6 +191,26 @@ def test_float32_products_are_pinned_to_full_precision(saved, tokens, forms):
     assert len(products) == forms * (4 * config.num_layers + 1)
     highest = jax.lax.Precision.HIGHEST
     assert all(equation.params["precision"] == (highest, highest) for equation in products)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "platform", "turned"), [(1, "cpu", 0), (2, "cpu", 1), (32, "cpu", 1), (33, "cpu", 0), (8, "cuda", 0)]
+)
+def test_products_of_few_tokens_are_turned_on_a_cpu_only(tokens, platform, turned):
+    arguments = np.ones((tokens, 24), np.float32), np.ones((40, 24), np.float32)
+    traced = jax.jit(lambda x, kernel: contract(x, kernel, 1, jnp.float32)).trace(*arguments)
+    lowered = traced.lower(lowering_platforms=(platform,)).as_text()
+    assert lowered.count("optimization_barrier") == turned
+    assert lowered.count("stablehlo.dot_general") == 1
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("tokens", [1, 2, 32, 33])
+def test_products_of_few_tokens_are_the_same_sums(tokens, axis):
+    rng = np.random.default_rng(tokens)
+    x, kernel = rng.standard_normal((tokens, 24), np.float32), rng.standard_normal((40, 24), np.float32)
+    found = jax.jit(contract, static_argnums=(2, 3))(x, kernel if axis else kernel.T.copy(), axis, jnp.float32)
+    np.testing.assert_allclose(found, x @ kernel.T, rtol=1e-5, atol=1e-5)
 
 
 def _products(jaxpr):
