@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -81,16 +82,22 @@ class ContinuousBatching(Transformers):
     """Of transformers: paged attention over a KV cache as ours."""
 
     def __init__(self, settings: Settings) -> None:
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         super().__init__(settings)
+        # Else its cache takes most of the memory that is free.
+        page = 32
+        pages = settings.rows * -(-settings.context // page)
+        self.memory = ContinuousBatchingConfig(page_size=page, num_blocks=pages, max_batch_tokens=512)
         # It has no minimum: an end of sequence that is no token makes its answers as long as the others'.
         self.config = GenerationConfig(
             max_new_tokens=settings.new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0
         )
 
     def generate(self, prompts: Ids) -> Ids:
-        answers = self.model.generate_batch(prompts, generation_config=self.config)
+        answers = self.model.generate_batch(
+            prompts, generation_config=self.config, continuous_batching_config=self.memory
+        )
         return [answer.generated_tokens for answer in answers.values()]
 
 
@@ -209,7 +216,9 @@ class EngineProcess:
 
     def __init__(self, name: str, settings: Settings, python: str = sys.executable) -> None:
         command = [python, "-m", "benchmarks.engines", name, json.dumps(asdict(settings))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
         self._name = name
         self._read()
 
@@ -222,7 +231,7 @@ class EngineProcess:
         return answer["seconds"], answer["ids"]
 
     def close(self) -> None:
-        self._process.kill()
+        os.killpg(self._process.pid, signal.SIGKILL)  # some have workers of their own
         self._process.communicate()
 
     def _read(self) -> Any:
