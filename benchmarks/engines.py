@@ -48,7 +48,11 @@ class Ours:
 
         self.params = SamplingParams(temperature=0, max_tokens=settings.new_tokens, ignore_eos=True)
         self.llm = LLM(
-            max_running=settings.rows, max_model_len=settings.context, max_batched_tokens=512, progress=False
+            max_running=settings.rows,
+            max_model_len=settings.context,
+            max_batched_tokens=512,
+            max_mixed_tokens=512,
+            progress=False,
         )
 
     def generate(self, prompts: Ids) -> Ids:
@@ -212,7 +216,7 @@ ENGINES: dict[str, Any] = {
 
 
 class EngineProcess:
-    """One of them, started; `python` is the interpreter that has it."""
+    """One of them, started; `python` is the interpreter that has it. It is stopped while others work: some poll."""
 
     def __init__(self, name: str, settings: Settings, python: str = sys.executable) -> None:
         command = [python, "-m", "benchmarks.engines", name, json.dumps(asdict(settings))]
@@ -221,18 +225,25 @@ class EngineProcess:
         )
         self._name = name
         self._read()
+        self._signal(signal.SIGSTOP)
 
     def generate(self, prompts: Ids) -> tuple[float, Ids]:
         """Seconds, and the ids."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(json.dumps(prompts) + "\n")
         self._process.stdin.flush()
         answer = self._read()
+        self._signal(signal.SIGSTOP)
         return answer["seconds"], answer["ids"]
 
     def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)  # some have workers of their own
+        self._signal(signal.SIGKILL)
         self._process.communicate()
+
+    def _signal(self, number: int) -> None:
+        """To its workers too."""
+        os.killpg(self._process.pid, number)
 
     def _read(self) -> Any:
         assert self._process.stdout is not None

@@ -121,7 +121,8 @@ def batch(
     answering: AbstractContextManager[tuple[Answering, ModelNames]]
     if server is None:
         connection.check_unused()
-        answering = _in_process(engine.settings(), progress, quiet, trace)
+        # Nobody waits for a single token: prompts enter as fast as they can.
+        answering = _in_process(engine.settings(max_mixed_tokens=1 << 20), progress, quiet, trace)
     else:
         command.check_no_trace(trace)
         answering = at_server(connection, server, server_model(engine), progress)

@@ -92,7 +92,7 @@ class EngineOptions:
     ] = None
     max_mixed_tokens: Annotated[
         int | None,
-        _engine(help="Prompt tokens in a step with decoding rows at most. Default: 64 on a CPU, 512 on a GPU."),
+        _engine(help="Prompt tokens in a step with decoding rows. Default: 64 on a CPU, 512 on a GPU; in a batch all."),
     ] = None
     decode_wait_ms: Annotated[
         float | None,
