@@ -150,8 +150,9 @@ def simulate(config: EngineConfig, speeds: Speeds, arrivals: Sequence[Arrival], 
       ConfigError, InvalidRequestError: settings or lengths that can't be.
     """
     longest = max(arrival.prompt_len + arrival.output_len for arrival in arrivals)
+    context = max(longest, config.max_model_len or 0)  # of a model that allows what is asked for
     resolved = config.resolve(
-        platform=platform, vocab_size=_VOCAB_SIZE, model_len=longest, page_bytes=1, kv_memory_bytes=1 << 40
+        platform=platform, vocab_size=_VOCAB_SIZE, model_len=context, page_bytes=1, kv_memory_bytes=1 << 40
     )
     device = VirtualDevice(resolved.scheduler, speeds)
     engine = Engine(resolved.scheduler, device, lookahead=resolved.lookahead, clock=lambda: device.now)

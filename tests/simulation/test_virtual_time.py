@@ -48,3 +48,8 @@ def test_requests_come_when_they_come_and_wait_for_a_row():
     found = simulate(EngineConfig(schedule="serial", max_running=1), speeds, arrivals)
     assert found.first_token.tolist() == pytest.approx([1.0, 3.5, 1.0])
     assert found.seconds == pytest.approx(51.0) and found.busy == pytest.approx(6.0)
+
+
+def test_an_engine_may_have_room_for_longer_requests_than_come():
+    config = EngineConfig(schedule="serial", max_running=1, max_model_len=512)
+    assert simulate(config, Speeds(step=1.0), [Arrival(0.0, 4, 4)]).seconds == pytest.approx(4.0)
