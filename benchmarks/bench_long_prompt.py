@@ -34,7 +34,7 @@ from jaxoverlap import LLM, SamplingParams
 from jaxoverlap.config import PRESETS
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.request import Request
-from jaxoverlap.runtime.buckets import Buckets
+from jaxoverlap.runtime.buckets import Buckets, row_multiple
 from jaxoverlap.runtime.executables import SampleShape
 
 ROWS = 8
@@ -154,7 +154,7 @@ def engine_of(llm: LLM, schedule: str, mixed: int) -> Engine:
         max_prefill_streak=preset.max_prefill_streak,
         max_mixed_tokens=mixed,
     )
-    llm.runner.buckets = Buckets(config)
+    llm.runner.buckets = Buckets(config, row_multiple(llm.runner.step.attention))
     for shape in llm.runner.buckets:
         llm.runner.executables[shape], llm.runner.executables[SampleShape(shape.sample_rows, with_rules=False)]
     return Engine(config, llm.runner, lookahead=preset.lookahead, eos_token_ids=llm.engine.eos_token_ids)

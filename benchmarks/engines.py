@@ -8,6 +8,7 @@ says `"ready"`. All run SmolLM2-135M greedily in float32, on as many threads as 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -243,7 +244,8 @@ class EngineProcess:
 
     def _signal(self, number: int) -> None:
         """To its workers too."""
-        os.killpg(self._process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and the next read says so
+            os.killpg(self._process.pid, number)
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -256,7 +258,9 @@ class EngineProcess:
 def main() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever an engine prints
-    engine = ENGINES[sys.argv[1]](Settings(**json.loads(sys.argv[2])))
+    settings = Settings(**json.loads(sys.argv[2]))
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: settings.threads])  # XLA has a thread for each core
+    engine = ENGINES[sys.argv[1]](settings)
 
     def answer(value: Any) -> None:
         out.write(json.dumps(value) + "\n")
