@@ -16,6 +16,7 @@ on we stay behind them.
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import tempfile
 from pathlib import Path
@@ -53,6 +54,7 @@ def main() -> None:
             write_all(Path(folder))
         settings = Settings(max(args.batches), PROMPT_LEN, args.new_tokens, args.threads, folder)
         engines = {}
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends as with Ctrl-C, and the engines with it
         try:
             for name in (OURS, *args.peers):
                 engines[name] = EngineProcess(name, settings, **({"python": pythons[name]} if name in pythons else {}))

@@ -225,7 +225,11 @@ class EngineProcess:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         self._name = name
-        self._read()
+        try:
+            self._read()
+        except BaseException:
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
     def generate(self, prompts: Ids) -> tuple[float, Ids]:

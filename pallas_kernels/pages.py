@@ -106,15 +106,15 @@ def quantized(pages: jax.Array, dtype: Any) -> QuantizedPages:
     return QuantizedPages(codes, scales.swapaxes(1, 2))
 
 
-def read(pages: Pages, page: jax.Array, offset: jax.Array) -> jax.Array:
-    """Positions at [page, offset], int32 [...], in bounds → float32 [..., K, D]."""
+def read(pages: Pages, page: jax.Array, offset: jax.Array, head: int | slice = slice(None)) -> jax.Array:
+    """Positions at [page, offset], int32 [...], in bounds → float32 [..., K, D], or [..., D] of one KV head."""
 
     def get(array: jax.Array, *at: Any) -> jax.Array:
         return array.at[at].get(mode="promise_in_bounds")
 
     if not isinstance(pages, QuantizedPages):
-        return get(pages, page, offset).astype(jnp.float32)
-    codes, scales = get(pages.codes, page, offset), get(pages.scales, page, slice(None), offset)
+        return get(pages, page, offset, head).astype(jnp.float32)
+    codes, scales = get(pages.codes, page, offset, head), get(pages.scales, page, head, offset)
     return decoded(codes, jnp.float32) * scales[..., None]
 
 

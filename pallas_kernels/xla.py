@@ -17,7 +17,9 @@ What makes it fast on XLA's CPU back end:
   over all heads instead, and a row's block is one [H, K*D] x [K*D, X] product. The
   zeros cost less than the transposes (measured on the dots alone; within noise in a step).
 - Extend has queries enough for one plain product per KV head; a batched one over heads would be
-  transposed first, and take a sixth to a third more.
+  transposed first, and take a sixth to a third more. XLA gives a product to several cores only
+  if it is large, so far into a prompt blocks are long (two cores, at 5,900: 0.6 of the time);
+  what is left is walked in short ones.
 - What depends on lengths alone (order, tile map) is computed from the step's
   arguments, so that layers in one jitted function share it.
 
@@ -38,9 +40,10 @@ from pallas_kernels.tiling import blocks, tile_map
 DECODE_ROWS = 8  # rows in a decode tile
 DECODE_BLOCK = 64  # positions per iteration
 EXTEND_QUERIES = 64  # tokens in an extend tile
-EXTEND_BLOCK = 128
+EXTEND_BLOCKS = 512, 128  # positions per iteration: as long as there are so many, and then
 NARROW_TILE = 16  # up to so many tokens, a block's products cost less than the rest of it: blocks are longer
-NARROW_BLOCK = 256
+NARROW_BLOCKS = 2048, 256
+LONG_CONTEXT = 4  # long blocks that a page table must have room for: a second loop takes a third longer to compile
 
 _FLOOR = float(jnp.finfo(jnp.float32).min)
 
@@ -213,7 +216,7 @@ def extend_attention(
     pages, size, kv_heads, _ = k_pages.shape
     tokens = lines if tokens is None else tokens
     group, width = heads // kv_heads, min(EXTEND_QUERIES, max(tokens, 1))
-    block = NARROW_BLOCK if width <= NARROW_TILE else EXTEND_BLOCK
+    long, short = EXTEND_BLOCKS if width > NARROW_TILE else NARROW_BLOCKS
     count, row_of, first_of, position_of = tile_map(cu_q_lens, seq_lens, tokens, width)
     # A tile may reach past the last token.
     q32 = jnp.pad(q.astype(jnp.float32) * scale, ((0, width), (0, 0), (0, 0)))
@@ -227,30 +230,39 @@ def extend_attention(
         own = position + jnp.arange(width, dtype=jnp.int32)
         lowest = _lowest_visible(position, window)
 
-        def step(j: jax.Array, states: tuple) -> tuple:
-            positions = j * block + jnp.arange(block, dtype=jnp.int32)
-            inside = jnp.clip(positions, lowest, length - 1)[None, :]
-            at = _locate(table, inside, page_offset, pages, size)
-            keys, values = read(k_pages, *at)[0], read(v_pages, *at)[0]
-            seen = positions[None, :] <= own[:, None]
-            if window is not None:
-                seen &= positions[None, :] >= _lowest_visible(own, window)[:, None]
-            seen = jnp.tile(seen, (group, 1))
-            new = []
-            for head, state in enumerate(states):
-                scores = jnp.where(seen, _capped(q_tile[head] @ keys[:, head].T, softcap), _FLOOR)
-                top, total, acc, weights = _online(state, scores)
-                new.append((top, total, acc + weights @ values[:, head]))
-            return tuple(new)
+        def walk(block: int, first: jax.Array, end: jax.Array, states: tuple) -> tuple:
+            """Blocks of so many positions, from block `first` up to `end`."""
+
+            def step(j: jax.Array, states: tuple) -> tuple:
+                positions = j * block + jnp.arange(block, dtype=jnp.int32)
+                inside = jnp.clip(positions, lowest, length - 1)[None, :]
+                at = _locate(table, inside, page_offset, pages, size)
+                seen = positions[None, :] <= own[:, None]
+                if window is not None:
+                    seen &= positions[None, :] >= _lowest_visible(own, window)[:, None]
+                seen = jnp.tile(seen, (group, 1))
+                new = []
+                for head, state in enumerate(states):
+                    keys, values = read(k_pages, *at, head)[0], read(v_pages, *at, head)[0]
+                    scores = jnp.where(seen, _capped(q_tile[head] @ keys.T, softcap), _FLOOR)
+                    top, total, acc, weights = _online(state, scores)
+                    new.append((top, total, acc + weights @ values))
+                return tuple(new)
+
+            return lax.fori_loop(first, end, step, states)
 
         init = (
             jnp.full(group * width, _FLOOR, jnp.float32),
             jnp.zeros(group * width, jnp.float32),
             jnp.zeros((group * width, dim), jnp.float32),
         )
-        visible = jnp.minimum(position + width, length)
-        ends = lax.div(lowest, jnp.int32(block)), blocks(visible, block)
-        states = lax.fori_loop(*ends, step, (init,) * kv_heads)
+        visible, states = jnp.minimum(position + width, length), (init,) * kv_heads
+        rest = lax.div(lowest, jnp.int32(short))
+        if page_table.shape[1] * size >= LONG_CONTEXT * long:
+            end = lax.div(visible, jnp.int32(long))
+            states = walk(long, lax.div(lowest, jnp.int32(long)), end, states)
+            rest = jnp.maximum(rest, end * (long // short))
+        states = walk(short, rest, blocks(visible, short), states)
         acc = jnp.stack([acc / total[:, None] for _, total, acc in states]).reshape(kv_heads, group, width, dim)
         acc = acc.transpose(2, 0, 1, 3).reshape(width, heads, dim).astype(q.dtype)
         # Where a tile runs over its chunk, the next tile or the last line overwrites the excess.

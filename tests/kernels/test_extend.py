@@ -65,6 +65,20 @@ def test_chunk_lengths_around_a_tile():
     assert_close(extend(case, q, chunks), oracle(case, q, chunks))
 
 
+@pytest.mark.parametrize("window", [None, 100, 3000])
+@pytest.mark.parametrize(
+    ("lengths", "chunks"),
+    [((8195, 4100, 2049, 40), (3, 5, 1, 7)), ((2100, 520, 513), (70, 20, 1))],
+    ids=["few tokens", "many"],
+)
+def test_far_into_a_prompt(lengths, chunks, window):
+    """Where blocks are long first and short then: at their ends, and with windows that begin in either."""
+    case = make(SMOL, lengths)
+    q = case.queries(sum(chunks))
+    got = extend(case.outside_window(window, chunks) if window else case.with_stale(np.nan), q, chunks, window=window)
+    assert_close(got, oracle(case, q, chunks, window=window))
+
+
 @pytest.mark.parametrize("stale", [np.nan, 1e30])
 def test_stale_positions_never_matter(stale):
     case = make(SMOL, (129, 5, 0))

@@ -92,20 +92,17 @@ def test_streams_may_be_drawn_in_turn_and_left(llm):
     assert memory.num_available == memory.pool.num_pages
 
 
-SUFFIXES = [1, 2, 15, 16, 17, 40]
-
-
 @pytest.mark.parametrize("residue", range(16))
 def test_a_cached_prefix_gives_the_ids_of_transformers(llm, residue):
     """An earlier prompt shared whole pages and went on differently, by any number of tokens past the page's end."""
     item = ITEMS[residue % len(ITEMS)]
-    prompt_len, whole = len(item["prompt_ids"]), item["prompt_ids"] + item["output_ids"]
-    suffix = SUFFIXES[residue % len(SUFFIXES)]
-    cached = max(16, -(-(prompt_len - suffix) // 16) * 16)
-    length = cached + suffix
+    whole = item["prompt_ids"] + item["output_ids"]
+    cached = -(-len(item["prompt_ids"]) // 16) * 16
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    llm.flush_cache()
-    llm.generate((whole[:cached] + [504, 253, 28, 7] * 4)[: cached + residue], params)
-    (output,) = llm.generate(whole[:length], params)
-    assert output.cached_tokens == min(cached, (length - 1) // 16 * 16)
-    assert output.token_ids == whole[length : length + 4]
+    for suffixes in [(1, 2, 15, 16), (17, 40)]:  # those of a step, so that none finds pages of another
+        llm.flush_cache()
+        llm.generate((whole[:cached] + [504, 253, 28, 7] * 4)[: cached + residue], params)
+        lengths = [cached + suffix for suffix in suffixes]
+        outputs = llm.generate([whole[:length] for length in lengths], params)
+        assert [output.cached_tokens for output in outputs] == [cached] * len(suffixes)
+        assert [output.token_ids for output in outputs] == [whole[length : length + 4] for length in lengths]
