@@ -68,6 +68,17 @@ def take(rows: Any, q: Any) -> None:
     plgpu.commit_smem()
 
 
+def store_lines(ref: Any, x: jax.Array) -> None:
+    """To shared memory, line by line, as results leave: banks may conflict, because this is done once for a tile.
+
+    Newer versions of jax would look for a layout without conflicts, and at head dim 256 find no end.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def product(a: Any, b: Any) -> jax.Array:
     """a [64, X] by b [X, Y], both in shared memory."""
 

@@ -27,6 +27,7 @@ from pallas_kernels.mosaic.common import (
     call,
     no_weight,
     normalized,
+    store_lines,
     take,
 )
 from pallas_kernels.mosaic.stream import ROWS, WGMMA, Blocks, Stream, flat, plgpu, tiled
@@ -132,7 +133,7 @@ def _kernel(
             return attend(stream, index, state, q, tiles.scores, seen, **options)
 
         state = lax.fori_loop(0, count, step, no_weight(blocks.dim))
-        rows[...] = normalized(state).astype(rows.dtype)
+        store_lines(rows, normalized(state).astype(rows.dtype))
         plgpu.commit_smem()
         start, stored = (first, own) if tiles.packed else (tile * width, jnp.where(own > 0, width, 0))
         for eight in range(ROWS // EIGHT):
