@@ -16,8 +16,8 @@ by slicing the pool, so a donated pool is never copied. They are plain arrays, o
     "xla"       any device; the oracle of the others
     "triton"    Pallas kernels for NVIDIA GPUs from compute capability 8.0 on; anywhere with `interpret=True`,
                 which is slow and for tests
-    "mosaic"    attention by TMA and wgmma, for Hopper GPUs; pools are bfloat16 or float16. Writes and draws are those
-                of "triton". Interpreted, which is slower still, with races detected
+    "mosaic"    attention by TMA and wgmma, for Hopper GPUs; pools are of 16 or 8 bits. Writes and draws are those of
+                "triton". Interpreted, which is slower still, with races detected
 
 `best_implementation` says which one a device and a shape call for, and why; `why_not` what speaks against one.
 Wrong shapes and dtypes raise ValueError while tracing.
@@ -210,7 +210,7 @@ def decode_attention(
 
     Returns:
       Like q, in its dtype; zeros for rows of length 0. Softmax in float32. Over quantised pools "triton" multiplies
-      in bfloat16, or in float32 where q is. With arrivals, (that, arrivals).
+      in bfloat16, or in float32 where q is; "mosaic" always in bfloat16. With arrivals, (that, arrivals).
     """
     _validate.check_attention(q, k_pages, v_pages, page_table, seq_lens, page_offset, window, softcap)
     _validate.check_decode(q, k_pages, page_table, arrivals, out)

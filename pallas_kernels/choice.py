@@ -93,9 +93,9 @@ def _why_not_mosaic(shape: AttentionShape, device: jax.Device | None) -> str | N
         if str(capability) != HOPPER:
             found = f"is a {device.platform}" if capability is None else f"has {capability}"
             return f"'mosaic' is for Hopper GPUs, of compute capability {HOPPER}, by their wgmma; this device {found}"
-    if jnp.dtype(shape.dtype).itemsize != 2:
-        why = "wgmma rounds float32 to TF32, and codes of 8 bits are not in this build"
-        return f"dtype of the pools: got {shape.dtype}, 'mosaic' takes bfloat16 and float16: {why}"
+    if jnp.dtype(shape.dtype).itemsize > 2:
+        allowed = f"bfloat16, float16, {' and '.join(QUANTIZED)}: wgmma rounds float32 to TF32"
+        return f"dtype of the pools: got {shape.dtype}, 'mosaic' takes {allowed}"
     if shape.head_dim % 16 or not 16 <= shape.head_dim <= MAX_HEAD_DIM:
         return (
             f"head dim: got {shape.head_dim}, 'mosaic' takes multiples of 16 from 16 to {MAX_HEAD_DIM}, those of wgmma"

@@ -95,10 +95,11 @@ def formula(problem: Problem) -> Tiling:
             num_stages=5 if size == 2 else 3,
         )
     queries, block = FLOAT32_TILE if size == 4 else (QUERIES, block)
+    stages = 3
     if group >= 8 and dim > 64:
-        block = min(block, 32)  # an L4 spills beyond
+        block, stages = min(block, 32), 2  # an L4 spills with larger blocks, an A100 with more stages
     # As many warps as hold it without spilling.
-    return Tiling(queries, block, splits=1, num_warps=8 if size == 4 or dim > 64 else 4, num_stages=3)
+    return Tiling(queries, block, splits=1, num_warps=8 if size == 4 or dim > 64 else 4, num_stages=stages)
 
 
 def num_splits(rows: int, kv_heads: int, longest: int) -> int:

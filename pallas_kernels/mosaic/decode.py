@@ -22,21 +22,18 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic.common import (
     FLOOR,
-    ROWS,
-    Blocks,
     Scores,
     Softmax,
-    Stream,
     along_rows,
     attend,
     call,
     fence,
     no_weight,
     normalized,
-    plgpu,
     take,
-    tiled,
 )
+from pallas_kernels.mosaic.stream import ROWS, Blocks, Stream, flat, plgpu, tiled
+from pallas_kernels.pages import Pages
 from pallas_kernels.tiling import blocks as blocks_of
 
 BLOCK = 64
@@ -170,8 +167,8 @@ def _combine(
 
 def decode_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     seq_lens: jax.Array,
     *,
@@ -184,17 +181,16 @@ def decode_attention(
 ) -> jax.Array:
     """See `pallas_kernels.decode_attention`."""
     (rows,), (tokens, heads, dim) = seq_lens.shape, q.shape
-    pages, size, kv_heads, _ = k_pages.shape
-    dtype = k_pages.dtype
+    _, size, kv_heads, _ = k_pages.shape
     splits = num_splits(rows, kv_heads, page_table.shape[1] * size, window)
     buffers = next(size for most, size in BUFFER_BYTES.items() if dim <= most)
-    stages = max(2, buffers // (2 * BLOCK * dim * dtype.itemsize))
-    blocks = Blocks(size, dim, dtype, page_offset, BLOCK, stages, consumers=1)
+    stages = max(2, buffers // (2 * BLOCK * dim * 2))
+    blocks = Blocks.of(k_pages, page_offset, BLOCK, stages, consumers=1)
     tiles = Tiles(heads // kv_heads, splits, window, blocks, Scores(scale, softcap), tokens - rows)
 
     scratch: dict[str, Any] = {
         "rows": plgpu.SMEM((ROWS, dim), q.dtype),
-        "q": tiled((ROWS, dim), dtype),
+        "q": tiled((ROWS, dim), blocks.dtype),
         "q_here": plgpu.Barrier(),
         "memory": blocks.shapes,
         **blocks.barriers,
@@ -211,9 +207,8 @@ def decode_attention(
         scratch["everyone"] = plgpu.ClusterBarrier(collective_axes=("split",))
         options = {"cluster": (splits,), "cluster_names": ("split",)}
     if interpret:
-        scratch["weights"] = tiled((ROWS, BLOCK), dtype)
+        scratch["weights"] = tiled((ROWS, BLOCK), blocks.dtype)
 
-    pools = (pool.reshape(pages * size, kv_heads, dim) for pool in (k_pages, v_pages))
     results = call(
         functools.partial(_kernel, tiles=tiles),
         name="decode_attention",
@@ -224,5 +219,5 @@ def decode_attention(
         scratch_types=scratch,
         interpret=interpret,
         **options,
-    )(q, *pools, page_table, seq_lens, *given)
+    )(q, flat(k_pages), flat(v_pages), page_table, seq_lens, *given)
     return given[0][...] if given else results[0]

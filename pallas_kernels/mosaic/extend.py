@@ -21,26 +21,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels.mosaic.common import (
-    ROWS,
-    WGMMA,
-    Blocks,
     Scores,
     Softmax,
-    Stream,
     attend,
     call,
     no_weight,
     normalized,
-    plgpu,
+    store_lines,
     take,
-    tiled,
 )
+from pallas_kernels.mosaic.stream import ROWS, WGMMA, Blocks, Stream, flat, plgpu, tiled
+from pallas_kernels.pages import Pages, QuantizedPages
 from pallas_kernels.tiling import blocks as blocks_of
 from pallas_kernels.tiling import tile_map
 
 WIDE_HEAD = 128  # beyond, registers and shared memory hold half as much
 STAGES = 2
-LOADING_REGISTERS, COMPUTING_REGISTERS = 24, 240  # of three warpgroups that start with 168 each
+REGISTERS, REGISTERS_OF_CODES = (24, 240), (88, 208)
+"""To load and to compute with, of three warpgroups that start with 168 each."""
 EIGHT = 8  # queries that are stored together
 
 
@@ -91,13 +89,14 @@ def _kernel(
     count = jnp.where(own > 0, jnp.maximum(blocks_of(jnp.maximum(end, 0), blocks.size) - first_block, 0), 0)
 
     keys, values = scratch["memory"]
+    loading, computing = REGISTERS if blocks.codes is None else REGISTERS_OF_CODES
     barriers = {name: scratch[name] for name in blocks.barriers}
     stream = Stream(blocks, keys, values, **barriers, first=first_block, count=count, lowest=lowest, length=length)
 
     @pl.when(warpgroup == blocks.consumers)
     def _() -> None:
         if blocks.consumers > 1:
-            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
+            plgpu.set_max_registers(loading, action="decrease")
 
         @pl.when(count > 0)
         def _() -> None:
@@ -111,7 +110,7 @@ def _kernel(
     @pl.when(warpgroup < blocks.consumers)
     def _() -> None:
         if blocks.consumers > 1:
-            plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+            plgpu.set_max_registers(computing, action="increase")
         mine = pl.ds(warpgroup * ROWS, ROWS)
         rows, q = scratch["rows"].at[mine], scratch["q"].at[warpgroup]
         weights_ref = scratch["weights"].at[warpgroup] if "weights" in scratch else None
@@ -134,7 +133,7 @@ def _kernel(
             return attend(stream, index, state, q, tiles.scores, seen, **options)
 
         state = lax.fori_loop(0, count, step, no_weight(blocks.dim))
-        rows[...] = normalized(state).astype(rows.dtype)
+        store_lines(rows, normalized(state).astype(rows.dtype))
         plgpu.commit_smem()
         start, stored = (first, own) if tiles.packed else (tile * width, jnp.where(own > 0, width, 0))
         for eight in range(ROWS // EIGHT):
@@ -169,8 +168,8 @@ def _store(
 
 def extend_attention(
     q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
+    k_pages: Pages,
+    v_pages: Pages,
     page_table: jax.Array,
     cu_q_lens: jax.Array,
     seq_lens: jax.Array,
@@ -183,11 +182,11 @@ def extend_attention(
 ) -> jax.Array:
     """See `pallas_kernels.extend_attention`."""
     tokens, heads, dim = q.shape
-    pages, size, kv_heads, _ = k_pages.shape
-    dtype, group = k_pages.dtype, heads // kv_heads
+    kv_heads = k_pages.shape[2]
+    group = heads // kv_heads
     computing = consumers(dim)
-    block = 128 if dim <= WIDE_HEAD else 64
-    blocks = Blocks(size, dim, dtype, page_offset, block, STAGES, computing)
+    block = 128 if dim <= WIDE_HEAD and not isinstance(k_pages, QuantizedPages) else 64
+    blocks = Blocks.of(k_pages, page_offset, block, STAGES, computing)
     width = min(computing * ROWS // group // EIGHT, -(-tokens // EIGHT)) * EIGHT
     tiles = Tiles(group, width, window, blocks, Scores(scale, softcap))
     cu_q_lens = jnp.append(cu_q_lens, jnp.int32(tokens))
@@ -198,14 +197,13 @@ def extend_attention(
         q = jnp.pad(q, ((0, width - tokens), (0, 0), (0, 0)))
     scratch: dict[str, Any] = {
         "rows": plgpu.SMEM((computing * ROWS, dim), q.dtype),
-        "q": tiled((computing, ROWS, dim), dtype),
+        "q": tiled((computing, ROWS, dim), blocks.dtype),
         "q_here": plgpu.Barrier(num_arrivals=group),
         "memory": blocks.shapes,
         **blocks.barriers,
     }
     if interpret:
-        scratch["weights"] = tiled((computing, ROWS, block), dtype)
-    pools = (pool.reshape(pages * size, kv_heads, dim) for pool in (k_pages, v_pages))
+        scratch["weights"] = tiled((computing, ROWS, block), blocks.dtype)
     stored = tokens if tiles.packed else len(row) * width
     out = call(
         functools.partial(_kernel, tiles=tiles),
@@ -216,7 +214,7 @@ def extend_attention(
         out_type=jax.ShapeDtypeStruct((stored, heads, dim), q.dtype),
         scratch_types=scratch,
         interpret=interpret,
-    )(q, *pools, page_table, cu_q_lens, seq_lens, row, first, position)
+    )(q, flat(k_pages), flat(v_pages), page_table, cu_q_lens, seq_lens, row, first, position)
     return out if tiles.packed else out[_places(first, width, tokens)]
 
 

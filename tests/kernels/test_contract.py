@@ -144,7 +144,7 @@ def test_shapes_that_the_kernels_do_not_take(shape, message):
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((9, 3, 64, 16, "float32"), "dtype of the pools: got float32, 'mosaic' takes bfloat16 and float16"),
+        ((9, 3, 64, 16, "float32"), "dtype of the pools: got float32, 'mosaic' takes bfloat16, float16, int8"),
         ((9, 3, 72, 16, "bfloat16"), "head dim: got 72, 'mosaic' takes multiples of 16 from 16 to 256"),
         ((9, 3, 64, 12, "bfloat16"), "page size: got 12, 'mosaic' takes multiples of 8"),
         ((17, 1, 128, 16, "bfloat16"), "got 17, 'mosaic' takes at most 16 beside a head dim of 128"),

@@ -24,6 +24,7 @@ from pallas_kernels.shapes import Heads
 from tests.kernels import dense
 from tests.kernels.cases import Case, assert_rows_close, make
 from tests.kernels.test_extend import cumulative
+from tests.kernels.test_quantized import in_codes
 from tests.kernels.test_triton import UNOPTIMISED
 
 pytestmark = [
@@ -68,11 +69,11 @@ def test_decode_over_awkward_lengths():
     assert not np.asarray(got[LENGTHS.index(0)]).any()
 
 
-def test_decode_with_a_window_and_a_softcap():
-    case, options = make(G8, (300, 129, 40, 0), page_size=8, dtype="float16"), {"window": 65, "softcap": 5.0}
-    q = case.queries(4) * 3
-    got = decode(case.outside_window(65), q, **options)
-    assert_rows_close(got, dense.decode_attention(case, q, **options))
+def test_decode_over_int8_with_a_window_and_a_softcap():
+    case, options = make(G8, (300, 129, 40, 0), page_size=8), {"window": 65, "softcap": 5.0}
+    q = case.queries(4, dtype="bfloat16") * 3
+    got = decode(in_codes(case.outside_window(65), "int8")[0], q, **options)
+    assert_rows_close(got, dense.decode_attention(in_codes(case, "int8")[1], q, **options))
 
 
 def test_extend_over_ragged_chunks():
@@ -106,6 +107,14 @@ def test_a_head_dim_that_fills_no_line():
     q = case.queries(14)
     assert_rows_close(extend(case.with_stale(1e30), q, chunks), dense.attention(case, q, chunks))
     assert_rows_close(decode(case.with_stale(1e30), q[:2]), dense.decode_attention(case, q[:2]))
+
+
+def test_the_same_over_float8():
+    case, chunks = make(G5, (150, 5), page_size=24), (9, 5)
+    q, numbers = case.queries(14, dtype="bfloat16"), in_codes(case, "float8_e4m3fn")[1]
+    far, none = (in_codes(case.with_stale(value), "float8_e4m3fn")[0] for value in (1e30, np.nan))
+    assert_rows_close(extend(far, q, chunks), dense.attention(numbers, q, chunks))
+    assert_rows_close(decode(none, q[:2]), dense.decode_attention(numbers, q[:2]))
 
 
 def test_the_comparison_sees_values_taken_from_the_keys():
@@ -150,6 +159,18 @@ def test_all_heads(heads, page_size, dtype):
     got = extend(case.with_stale(np.nan), q.at[sum(chunks) :].set(jnp.nan), chunks)
     assert_rows_close(got, dense.attention(case, q, chunks))
     assert not np.asarray(got[sum(chunks) :]).any()
+
+
+@MORE
+@pytest.mark.parametrize("heads", [G3, G5, G8, Heads("wide", 8, 2, 256)], ids=lambda h: h.name)
+@pytest.mark.parametrize(("page_size", "dtype"), [(8, "float8_e4m3fn"), (16, "int8"), (64, "float8_e4m3fn")])
+def test_all_codes(heads, page_size, dtype):
+    case, chunks = make(heads, (330, 129, 0, 15), page_size=page_size), (65, 1, 0, 15)
+    q, (codes, numbers) = case.queries(81 + 7, dtype="bfloat16"), in_codes(case, dtype)
+    stale = in_codes(case.with_stale(1e30), dtype)[0]
+    assert_rows_close(decode(stale, q[:4]), dense.decode_attention(numbers, q[:4]))
+    assert_rows_close(extend(stale, q, chunks), dense.attention(numbers, q, chunks))
+    np.testing.assert_array_equal(decode(stale, q[:4]), decode(codes, q[:4]))
 
 
 @MORE
