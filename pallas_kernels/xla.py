@@ -230,8 +230,8 @@ def extend_attention(
         own = position + jnp.arange(width, dtype=jnp.int32)
         lowest = _lowest_visible(position, window)
 
-        def walk(block: int, first: jax.Array, end: jax.Array, states: tuple) -> tuple:
-            """Blocks of so many positions, from block `first` up to `end`."""
+        def walk(block: int, begin: jax.Array, end: jax.Array, states: tuple) -> tuple:
+            """Blocks of so many positions, from block `begin` up to `end`."""
 
             def step(j: jax.Array, states: tuple) -> tuple:
                 positions = j * block + jnp.arange(block, dtype=jnp.int32)
@@ -249,7 +249,7 @@ def extend_attention(
                     new.append((top, total, acc + weights @ values))
                 return tuple(new)
 
-            return lax.fori_loop(first, end, step, states)
+            return lax.fori_loop(begin, end, step, states)
 
         init = (
             jnp.full(group * width, _FLOOR, jnp.float32),

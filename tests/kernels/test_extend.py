@@ -65,11 +65,11 @@ def test_chunk_lengths_around_a_tile():
     assert_close(extend(case, q, chunks), oracle(case, q, chunks))
 
 
-@pytest.mark.parametrize("window", [None, 100, 3000])
+FEW, MANY = ((8195, 4100, 2049, 40), (3, 5, 1, 7)), ((2100, 520, 513), (70, 20, 1))
+
+
 @pytest.mark.parametrize(
-    ("lengths", "chunks"),
-    [((8195, 4100, 2049, 40), (3, 5, 1, 7)), ((2100, 520, 513), (70, 20, 1))],
-    ids=["few tokens", "many"],
+    ("lengths", "chunks", "window"), [(*FEW, None), (*FEW, 3000), (*MANY, None), (*MANY, 100)], ids=str
 )
 def test_far_into_a_prompt(lengths, chunks, window):
     """Where blocks are long first and short then: at their ends, and with windows that begin in either."""

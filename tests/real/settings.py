@@ -10,7 +10,13 @@ from pathlib import Path
 
 from filelock import FileLock
 
-SETTINGS = {"max_running": 4, "max_batched_tokens": 64, "max_model_len": 1024, "kv_memory_gib": 1.0}
+SETTINGS = {
+    "max_running": 4,
+    "max_batched_tokens": 64,
+    "max_mixed_tokens": 8,
+    "max_model_len": 1024,
+    "kv_memory_gib": 1.0,
+}
 FLAGS = [word for name, value in SETTINGS.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
