@@ -27,6 +27,7 @@ SCHEDULES = [("serial", 0), ("timeslice", 0), ("overlap", 1), ("overlap", 2)]
 DEVICE = {"step": 2e-3, "row": 2e-6, "prompt_token": 5e-6}
 HOST = {"host_step": 150e-6, "host_row": 1e-6}
 EXCHANGE = 0.3e-3
+"""Seconds a step; see "gpus"."""
 PROMPT_LEN, OUTPUT_LEN = 32, 64
 PICTURE = Path(__file__).parent.parent / "docs" / "pictures" / "simulations.svg"
 
