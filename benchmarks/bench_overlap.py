@@ -192,6 +192,10 @@ def main() -> None:
     args = options.parse_args()
     if args.device is not None:
         jax.config.update("jax_platforms", {"cpu": "cpu", "gpu": "cuda"}[args.device])
+        try:
+            jax.devices()
+        except (RuntimeError, AssertionError):  # the latter where jax has no plugin for it
+            options.error(f"--device {args.device}: jax finds none")
     results: dict[str, Any] = {
         "toy": [
             toy(ratio, rows=64, host_seconds=0.002, steps=args.steps, repeats=args.repeats)

@@ -26,5 +26,5 @@ def outputs(attention: str, model, kv_dtype: str, **changes) -> list[list[int]]:
 @pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
 def test_kernels_give_the_tokens_of_plain_xla(kv_dtype):
     model = replace(CONFIG, windows=(24, None))
-    small = {"max_running": 2, "max_batched_tokens": 16}  # few shapes of steps: what is interpreted compiles slowly
+    small = {"max_running": 2, "max_batched_tokens": 8}  # few shapes of steps: what is interpreted compiles slowly
     assert outputs("triton", model, kv_dtype, **small) == outputs("xla", model, kv_dtype, **small)
