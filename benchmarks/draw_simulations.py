@@ -1,7 +1,7 @@
 """What the three schedules come to where no measurement reaches, for docs/: `python -m benchmarks.draw_simulations`.
 
 The real scheduler in virtual time (`jaxoverlap simulate`), a GPU whose step takes G = 2 ms and what its tokens add, and
-the host's times of docs/benchmarks.md: 0.15 ms a step and 1 µs a row, which is twice what the loop itself takes.
+a host that takes 0.15 ms a step and 1 µs a row, which is two to five times what the loop itself does (docs/benchmarks.md).
 
     rows     1 to 1,000 rows, 20 requests for each of them, all there at once
     queue    1,000 rows and a queue that grows to 100,000 requests
