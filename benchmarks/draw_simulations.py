@@ -1,7 +1,7 @@
 """What the three schedules come to where no measurement reaches, for docs/: `python -m benchmarks.draw_simulations`.
 
 The real scheduler in virtual time (`jaxoverlap simulate`), a GPU whose step takes G = 2 ms and what its tokens add, and
-a host that takes 0.15 ms a step and 1 µs a row, which is two to five times what the loop itself does (docs/benchmarks.md).
+a host that takes 0.15 ms a step and 1 µs a row: two to five times what the loop itself does (docs/benchmarks.md).
 
     rows     1 to 1,000 rows, 20 requests for each of them, all there at once
     queue    1,000 rows and a queue that grows to 100,000 requests
@@ -16,14 +16,15 @@ A queue of any length changes nothing but the wait.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks import report
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.observe.figures import save
 from jaxoverlap.simulation.virtual_time import Arrival, Speeds, simulate
 
-SCHEDULES = [("serial", 0), ("timeslice", 0), ("overlap", 1), ("overlap", 2)]
+Schedule = Literal["serial", "timeslice", "overlap"]
+SCHEDULES: list[tuple[Schedule, int]] = [("serial", 0), ("timeslice", 0), ("overlap", 1), ("overlap", 2)]
 DEVICE = {"step": 2e-3, "row": 2e-6, "prompt_token": 5e-6}
 HOST = {"host_step": 150e-6, "host_row": 1e-6}
 EXCHANGE = 0.3e-3
@@ -39,7 +40,7 @@ def predict(rows: int, requests: int, gpus: int = 1) -> list[dict[str, Any]]:
     arrivals = [Arrival(0.0, PROMPT_LEN, OUTPUT_LEN)] * requests
     lines = []
     for schedule, lookahead in SCHEDULES:
-        config = EngineConfig(schedule=schedule, lookahead=lookahead, max_running=rows)  # type: ignore[arg-type]
+        config = EngineConfig(schedule=schedule, lookahead=lookahead, max_running=rows)
         found = simulate(config, Speeds(**device, **HOST), arrivals, "gpu")
         lines.append(
             {
