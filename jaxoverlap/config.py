@@ -56,6 +56,8 @@ class EngineConfig:
       max_running: requests that decode together at most; None is 32 on a CPU, 256 on a GPU.
       max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
         2048 on a GPU; 32 and 128 for a deterministic engine.
+      min_prefill_tokens: prompt tokens of the smallest step that is compiled for prompts alone; fewer are computed as
+        if they were so many. Each doubling of it up to `max_batched_tokens` is a step less to compile at start.
       page_size: tokens in a KV page.
       num_pages: KV pages; None takes what `kv_memory_gib` holds.
       kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
@@ -98,6 +100,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_running: int | None = None
     max_batched_tokens: int | None = None
+    min_prefill_tokens: int = 16
     page_size: int = 16
     num_pages: int | None = None
     kv_memory_gib: float | None = None
@@ -142,6 +145,7 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low, high)
+        _check_int("min_prefill_tokens", self.min_prefill_tokens, 1, 2**20)
         _check_int("page_size", self.page_size, 1, 1024)
         _check_int("headroom", self.headroom, 1, 2**24)
         for name in ("mixed_steps", "prefix_cache"):

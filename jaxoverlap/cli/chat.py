@@ -24,6 +24,8 @@ from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 
 DEFAULTS = {"temperature": 0.7, "max_tokens": 1024}
+MIN_PREFILL_TOKENS = 64
+"""A line in its template has some 40; smaller steps would only make the start longer."""
 HELP = (
     "/reset forgets what was said · /system TEXT sets what the model is told first · /exit or Ctrl-D leaves · Ctrl-C "
     "stops an answer"
@@ -66,7 +68,7 @@ def chat(
     options = RequestOptions(**treatment.values())
     if server is None:
         connection.check_unused()
-        settings = engine.settings(max_running=1)
+        settings = engine.settings(max_running=1, min_prefill_tokens=MIN_PREFILL_TOKENS)
         with command.load_llm(settings, progress=None, quiet=quiet) as llm, command.traced(llm, trace):
             return Chat(llm, params, options, system, quiet).run()
     command.check_no_trace(trace)

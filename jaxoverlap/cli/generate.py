@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from jaxoverlap.llm import LLM
 
 MAX_TOGETHER = 32
-_USUAL_PREFILL, _SMALLEST_PREFILL = 512, 32
+_MOST_PREFILL, _LEAST_PREFILL = 512, 32
 _TEMPLATE_TOKENS = 48
 _HEADER_CHARS = 60
 
@@ -161,12 +161,14 @@ def _fitting(texts: list[str], chat: bool, num_samples: int = 1) -> dict[str, An
     """An engine no larger than the job: every step size costs seconds to compile.
 
     How many tokens the prompts have is known only once the model is loaded; three bytes for each is a good guess,
-    and where it is wrong the prompts run in two chunks.
+    and where it is wrong the prompts run in two chunks. They are computed once, so that padding costs less than another
+    step size would.
     """
     guess = sum(len(text.encode(errors="replace")) // 3 + chat * _TEMPLATE_TOKENS for text in texts)
-    fitting = {"max_running": min(len(texts) * num_samples, MAX_TOGETHER)}
-    if guess <= _USUAL_PREFILL:
-        fitting["max_batched_tokens"] = max(_SMALLEST_PREFILL, 1 << (guess - 1).bit_length())
+    fitting = {"max_running": min(len(texts) * num_samples, MAX_TOGETHER), "min_prefill_tokens": _MOST_PREFILL}
+    if guess <= _MOST_PREFILL:
+        tokens = max(_LEAST_PREFILL, 1 << (guess - 1).bit_length())
+        fitting |= {"max_batched_tokens": tokens, "min_prefill_tokens": tokens}
     return fitting
 
 

@@ -56,6 +56,13 @@ class EngineOptions:
             "GPU; for generate less where the prompts are short, which starts sooner."
         ),
     ] = None
+    min_prefill_tokens: Annotated[
+        int | None,
+        _engine(
+            help="Prompt tokens of the smallest step compiled for prompts alone; each doubling is a step less to "
+            "compile. Default: 16; for chat 64, for generate as many as its prompts have."
+        ),
+    ] = None
     page_size: Annotated[int | None, _engine(help="Tokens in a KV page. Default: 16.")] = None
     num_pages: Annotated[int | None, _engine(help="KV pages. Default: as many as the memory for them holds.")] = None
     kv_memory_gib: Annotated[

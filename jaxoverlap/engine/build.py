@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -78,8 +77,16 @@ def build_engine(
     logger.info("%s, KV %s, on %s: %s", dtype.name, kv_dtype_name(kv_dtype), device, resolved.describe())
     if resolved.shortfall:
         logger.warning(resolved.shortfall)
-    options: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "attention": resolved.attention}
-    runner = DeviceRunner(shape, weights, resolved.scheduler, device=device, **options)
+    runner = DeviceRunner(
+        shape,
+        weights,
+        resolved.scheduler,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        attention=resolved.attention,
+        min_prefill_tokens=config.min_prefill_tokens,
+        device=device,
+    )
     if warm_up:
         runner.warm_up(progress)
     engine = Engine(

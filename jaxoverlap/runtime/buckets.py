@@ -1,7 +1,7 @@
 """The shapes a step may have. Warm-up compiles all of them, and run time picks among them: the same function.
 
     number of executables = decode buckets + prefill buckets + mixed buckets
-                          ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / 16) + 2)
+                          ≤ (log2(max_running) + 2) + (log2(max_batched_tokens / min_prefill_tokens) + 2)
                             + log4(max_running) * (log4(max_mixed_tokens / 8) + 2)
 
 (deterministic: 1), and of the second half of a step, which chooses the tokens, at most ``2 (log4(max_running) + 2)``.
@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from jaxoverlap.scheduler.config import SchedulerConfig, sizes
 from jaxoverlap.scheduler.plan import StepPlan
 
-_SMALLEST_PREFILL = 16
+MIN_PREFILL_TOKENS = 16
+"""Prompt tokens of the smallest prefill step, unless another number is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +54,20 @@ def row_multiple(attention: str) -> int:
 
 
 class Buckets:
-    """Powers of two up to a limit, and the limit itself whatever it is; of four in steps that are mixed.
+    """Each twice the one before up to a limit, and the limit itself whatever it is; four times in mixed steps.
 
-    Decoding rows, and those of the second half, are such numbers rounded up to multiples of `row_multiple`.
+    Decoding rows, and those of the second half, are such numbers rounded up to multiples of `row_multiple`. Prompt
+    tokens of steps without decoding rows begin at `min_prefill_tokens`.
     """
 
-    def __init__(self, config: SchedulerConfig, row_multiple: int = 1) -> None:
+    def __init__(
+        self, config: SchedulerConfig, row_multiple: int = 1, *, min_prefill_tokens: int = MIN_PREFILL_TOKENS
+    ) -> None:
         self._only = _only_shape(config, row_multiple) if config.deterministic else None
         self._chunks = min(config.max_prefill_rows, config.max_running)
         self._mixed_chunks = min(config.max_mixed_chunks, config.max_running)
         self.decode_rows = _multiples(sizes(1, config.max_running), row_multiple)
-        self.prefill_tokens = sizes(_SMALLEST_PREFILL, config.max_batched_tokens)
+        self.prefill_tokens = sizes(min_prefill_tokens, config.max_batched_tokens)
         self.mixed_tokens = config.mixed_sizes if config.mixed_steps and config.max_running > 1 else ()
         self.mixed_rows = _multiples(_every_other(sizes(4, config.max_running)), row_multiple)
         beside = self._mixed_chunks if self.mixed_tokens else 0

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxoverlap.errors import UnsupportedError
 from jaxoverlap.model.config import ModelConfig
-from jaxoverlap.runtime.buckets import Buckets, StepShape, row_multiple
+from jaxoverlap.runtime.buckets import MIN_PREFILL_TOKENS, Buckets, StepShape, row_multiple
 from jaxoverlap.runtime.executables import Executables, Rare, SampleShape, Shape, mask_words
 from jaxoverlap.runtime.packing import pack
 from jaxoverlap.runtime.row_state import KVPages, RowState
@@ -122,13 +122,14 @@ class DeviceRunner:
         dtype: Any,
         kv_dtype: Any = None,
         attention: str = "xla",
+        min_prefill_tokens: int = MIN_PREFILL_TOKENS,
         device: jax.Device | None = None,
     ) -> None:
         limits = scheduler_config.limits
         self.device = device or jax.devices()[0]
         pool_dtype = dtype if kv_dtype is None else kv_dtype
         implementation = choose_attention(attention, self.device, config, limits.page_size, pool_dtype)
-        self.buckets = Buckets(scheduler_config, row_multiple(implementation))
+        self.buckets = Buckets(scheduler_config, row_multiple(implementation), min_prefill_tokens=min_prefill_tokens)
         self.step = DeviceStep(
             config=config,
             dtype=dtype,

@@ -186,7 +186,11 @@ def test_streams_in_order_lose_nothing(monkeypatch):
 
 
 def test_the_engine_is_as_small_as_the_job():
-    assert _fitting(["Hi"], chat=True) == {"max_running": 1, "max_batched_tokens": 64}
-    assert _fitting(["Hi"] * 3, chat=False) == {"max_running": 3, "max_batched_tokens": 32}
-    assert _fitting(["x" * 600] * 2, chat=False) == {"max_running": 2, "max_batched_tokens": 512}
-    assert _fitting(["x" * 6000] * 50, chat=False) == {"max_running": 32}
+    def fitting(prompts: list[str], chat: bool = False) -> tuple[int, int | None, int]:
+        settings = _fitting(prompts, chat)
+        return settings["max_running"], settings.get("max_batched_tokens"), settings["min_prefill_tokens"]
+
+    assert fitting(["Hi"], chat=True) == (1, 64, 64)
+    assert fitting(["Hi"] * 3) == (3, 32, 32)
+    assert fitting(["x" * 600] * 2) == (2, 512, 512)
+    assert fitting(["x" * 6000] * 50) == (32, None, 512)

@@ -13,6 +13,7 @@ from filelock import FileLock
 SETTINGS = {
     "max_running": 4,
     "max_batched_tokens": 64,
+    "min_prefill_tokens": 64,
     "max_mixed_tokens": 8,
     "max_model_len": 1024,
     "kv_memory_gib": 1.0,

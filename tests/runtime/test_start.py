@@ -105,10 +105,12 @@ def test_kernels_that_fail_their_trial_are_not_taken_and_it_is_said(monkeypatch,
 
 @pytest.mark.parametrize("max_running", [1, 3, 32, 256])
 @pytest.mark.parametrize("budget", [1, 100, 512, 2048])
-def test_the_number_of_executables_is_bounded_by_the_documented_formula(max_running, budget):
-    prefill = math.log2(max(budget / 16, 1)) + 2
+@pytest.mark.parametrize("least", [1, 16, 512])
+def test_the_number_of_executables_is_bounded_by_the_documented_formula(max_running, budget, least):
+    prefill = math.log2(max(budget / least, 1)) + 2
     mixed = math.log(max_running, 4) * (math.log2(max(min(budget, 64) / 16, 1)) + 2)
-    shapes = list(Buckets(scheduler_config(max_running=max_running, max_batched_tokens=budget)))
+    config = scheduler_config(max_running=max_running, max_batched_tokens=budget)
+    shapes = list(Buckets(config, min_prefill_tokens=least))
     assert len(shapes) == len(set(shapes)) <= math.log2(max_running) + 2 + prefill + mixed
 
 
