@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -75,11 +75,12 @@ def simulate(
         "host_step": (host_ms, 1e3),
         "host_row": (host_us_per_row, 1e6),
     }
-    speeds = replace(
-        _speeds(measured), **{name: value / unit for name, (value, unit) in given.items() if value is not None}
-    )
-    if min(asdict(speeds).values()) < 0:
+    assumed: dict[str, Any] = {name: value / unit for name, (value, unit) in given.items() if value is not None}
+    if min(assumed.values(), default=0) < 0:
         raise command.CommandError("times can't be below 0")
+    speeds = replace(_speeds(measured), **assumed)
+    if not assumed.keys() <= {"host_step", "host_row"}:
+        speeds = replace(speeds, shapes={})  # measured of another device than is asked for
     arrivals = [Arrival(moment, prompt_len, output_len) for moment in _moments(requests, rate, seed)]
     found = []
     schedules: list[tuple[str, int]] = [("serial", 0), ("timeslice", 0)]
@@ -114,6 +115,8 @@ def _speeds(paths: list[str] | None) -> Speeds:
         f" --device-ns-per-kv-token {1e9 * speeds.kv_token:.4g}"
         f" --host-ms {1e3 * speeds.host_step:.4g} --host-us-per-row {1e6 * speeds.host_row:.4g}"
     )
+    if speeds.shapes:
+        command.say(f"and {len(speeds.shapes)} compiled steps on their own, as long as no --device option is given")
     return speeds
 
 

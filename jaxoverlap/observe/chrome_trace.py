@@ -151,14 +151,15 @@ class _Micros:
         }
 
 
-def _work(step: StepRecord) -> dict[str, int]:
+def _work(step: StepRecord) -> dict[str, int | str]:
     """What a step's time depends on."""
     decode_rows = len(step.rows) - len(step.chunks)
-    return {
+    work: dict[str, int | str] = {
         "decode_rows": decode_rows,
         "prompt_tokens": step.num_tokens - decode_rows,
         "kv_tokens": int(step.planned_len.sum()),
     }
+    return work if step.shape is None else work | {"shape": step.shape}
 
 
 def _names() -> Iterator[dict[str, Any]]:

@@ -49,8 +49,9 @@ class StepRecord:
       committed_len, planned_len: int32 [n], positions written by committed steps / after this step.
       num_pages: int [n], allocated pages of each row, of `page_size` tokens.
       running, waiting: requests; pages_used: of all pages; in_flight: steps that the device still had.
-      launched, ready, committed: seconds of `perf_counter`, None for what has not happened. `ready` is taken only while
-        a timeline is recorded.
+      launched, ready, committed: seconds of `perf_counter`, None for what has not happened.
+      shape: of the compiled step that ran it, as `StepShape` says it. It and `ready` are taken only while a timeline is
+        recorded.
       finished: requests of which its commit brought the end.
     """
 
@@ -73,6 +74,7 @@ class StepRecord:
         "request_ids",
         "rows",
         "running",
+        "shape",
         "step_id",
         "turn",
         "waiting",
@@ -107,6 +109,7 @@ class StepRecord:
         self.launched: float | None = None
         self.ready: float | None = None
         self.committed: float | None = None
+        self.shape: str | None = None
         self.finished: tuple[FinishRecord, ...] = ()
 
     @property
@@ -148,6 +151,7 @@ class StepRecord:
             "kind": self.kind,
             "state": self.state,
             "tokens": self.num_tokens,
+            "shape": self.shape,
             "request_ids": self.request_ids.tolist(),
             "rows": self.rows.tolist(),
             "generations": self.generations.tolist(),
@@ -207,8 +211,10 @@ class StepLog:
 
 def brief(record: Mapping[str, Any]) -> dict[str, str]:
     """What `StepRecord.to_dict` gives, in words, with long lists cut."""
+    shape = record.get("shape")
+    compiled = f", compiled for {shape}" if shape else ""
     words = {
-        "tokens": f"{record['tokens']} of {len(record['rows'])} rows",
+        "tokens": f"{record['tokens']} of {len(record['rows'])} rows{compiled}",
         "requests": _some(record["request_ids"]),
         "rows": _some(record["rows"]),
         "committed": _some(record["committed_len"]),

@@ -92,6 +92,8 @@ class Timeline:
         """A step has been launched. A device that has no `output` to wait for is seen when the host reads it."""
         self.num_steps += 1
         self.steps.append(record)
+        shape = getattr(launched, "shape", None)
+        record.shape = None if shape is None else str(shape)
         output = getattr(launched, "output", None)
         if output is not None:
             self._launched.put((record, output))

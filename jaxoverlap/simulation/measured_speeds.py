@@ -18,12 +18,13 @@ def speeds_of(*traces: dict[str, Any]) -> Speeds:
     """`traces`: what `to_chrome` gives, of runs whose steps differ in what is to be told apart.
 
     A step that took longer because something else used the machine counts with what it took: throughputs are made of
-    means.
+    means. Where a trace says which compiled steps ran, each of them has its own time.
 
     Raises:
       ValueError: there are fewer than 10 steps in them.
     """
     work: list[list[int]] = []
+    shapes: list[str] = []
     durations: list[float] = []
     turns: list[_Turn] = []
     for trace in traces:
@@ -32,11 +33,18 @@ def speeds_of(*traces: dict[str, Any]) -> Speeds:
         for step in spans:
             if step["tid"] == DEVICE and "decode_rows" in (args := step.get("args", {})):
                 work.append([1, args["decode_rows"], args["prompt_tokens"], args["kv_tokens"]])
+                shapes.append(args.get("shape", ""))
                 durations.append(step["dur"])
         turns += _host_turns([event for event in spans if event["tid"] == HOST], events)
     if len(work) < 10:
         raise ValueError(f"the trace has {len(work)} steps of which it says what was in them; 10 are the least")
     step, row, prompt_token, kv_token = _fitted(work, durations)
+    of_shapes: dict[str, float] = {}
+    if all(shapes):
+        kv_tokens = [one.pop() for one in work]
+        of_shapes, kv_token = _fitted_shapes(shapes, kv_tokens, durations)
+        rest = [micros - 1e6 * kv_token * kv for micros, kv in zip(durations, kv_tokens, strict=True)]
+        step, row, prompt_token = _fitted(work, rest)
     host = sum(turn.micros for turn in turns)
     host_step, host_row = _fitted([[1, turn.rows] for turn in turns], [turn.micros for turn in turns])
     return Speeds(
@@ -44,6 +52,7 @@ def speeds_of(*traces: dict[str, Any]) -> Speeds:
         row=row,
         prompt_token=prompt_token,
         kv_token=kv_token,
+        shapes=of_shapes,
         host_step=host_step,
         host_row=host_row,
         after=sum(turn.behind for turn in turns) / host if host else 0.0,
@@ -68,6 +77,16 @@ def _fitted(columns: Sequence[Sequence[float]], micros: Sequence[float]) -> list
     scale = np.maximum(matrix.max(axis=0), 1.0)
     found, _ = nnls(matrix / scale, np.asarray(micros) / 1e6)
     return (found / scale).tolist()
+
+
+def _fitted_shapes(
+    shapes: Sequence[str], kv_tokens: Sequence[int], micros: Sequence[float]
+) -> tuple[dict[str, float], float]:
+    """Seconds of each shape, and of a KV position in all of them."""
+    names = sorted(set(shapes))
+    columns = [[*(shape == name for name in names), kv] for shape, kv in zip(shapes, kv_tokens, strict=True)]
+    *found, kv_token = _fitted(columns, micros)
+    return dict(zip(names, found, strict=True)), kv_token
 
 
 def _host_turns(laps: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> Iterator[_Turn]:

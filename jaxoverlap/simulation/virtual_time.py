@@ -1,6 +1,7 @@
 """The real scheduler and loop in virtual time: what a device and a host of given speeds would come to.
 
     G(step) = step + row · decoding rows + prompt_token · prompt tokens + kv_token · KV positions that are read
+            = shapes[compiled shape] + kv_token · KV positions that are read, where that was measured
     C(step) = step + row · rows, of which `after` comes behind the wait (commit) and the rest before the launch
 
 Nothing runs, so hours take seconds. The device does steps one after the other, and the host waits for their results as
@@ -9,14 +10,15 @@ the loop says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.request import Request
+from jaxoverlap.runtime.buckets import Buckets, row_multiple
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import RowStatus, StepPlan, StepResult
@@ -30,6 +32,7 @@ class Speeds:
 
     Attributes:
       step, row, prompt_token, kv_token: of the device, see the module's formulas.
+      shapes: of compiled steps, by what `StepShape` is called; those that are not in it go by the first formula.
       host_step, host_row: of the host; after: the share of it that comes behind the wait.
     """
 
@@ -37,6 +40,7 @@ class Speeds:
     row: float = 0.0
     prompt_token: float = 0.0
     kv_token: float = 0.0
+    shapes: Mapping[str, float] = field(default_factory=dict)
     host_step: float = 0.0
     host_row: float = 0.0
     after: float = 0.3
@@ -100,8 +104,8 @@ class VirtualDevice:
 
     compiles_after_ready = 0
 
-    def __init__(self, config: SchedulerConfig, speeds: Speeds) -> None:
-        self.speeds = speeds
+    def __init__(self, config: SchedulerConfig, speeds: Speeds, buckets: Buckets) -> None:
+        self.speeds, self.buckets = speeds, buckets
         self.now = self.busy = self.host = 0.0
         self._free_at = 0.0
         self._lengths = np.zeros(config.max_running, dtype=np.int64)
@@ -133,11 +137,18 @@ class VirtualDevice:
             if not chunk.publishes:
                 self._outputs[chunk.row] = chunk.num_outputs
                 result[index] = -1, RowStatus.VOID.value
-        seconds = speeds.step + speeds.row * len(plan.decode_rows) + speeds.prompt_token * plan.num_prefill_tokens
-        seconds += speeds.kv_token * int(self._lengths[plan.rows].sum())
+        seconds = self._seconds_of_shape(plan) + speeds.kv_token * int(self._lengths[plan.rows].sum())
         self.busy += seconds
         self._free_at = max(self._free_at, self.now) + seconds
         return _Step(self, self._free_at, StepResult(result))
+
+    def _seconds_of_shape(self, plan: StepPlan) -> float:
+        """What a step takes that reads no KV."""
+        speeds = self.speeds
+        measured = speeds.shapes.get(str(self.buckets.shape_of(plan))) if speeds.shapes else None
+        if measured is not None:
+            return measured
+        return speeds.step + speeds.row * len(plan.decode_rows) + speeds.prompt_token * plan.num_prefill_tokens
 
 
 def simulate(config: EngineConfig, speeds: Speeds, arrivals: Sequence[Arrival], platform: str = "gpu") -> Prediction:
@@ -154,7 +165,10 @@ def simulate(config: EngineConfig, speeds: Speeds, arrivals: Sequence[Arrival], 
     resolved = config.resolve(
         platform=platform, vocab_size=_VOCAB_SIZE, model_len=context, page_bytes=1, kv_memory_bytes=1 << 40
     )
-    device = VirtualDevice(resolved.scheduler, speeds)
+    buckets = Buckets(
+        resolved.scheduler, row_multiple(resolved.attention), min_prefill_tokens=config.min_prefill_tokens
+    )
+    device = VirtualDevice(resolved.scheduler, speeds, buckets)
     engine = Engine(resolved.scheduler, device, lookahead=resolved.lookahead, clock=lambda: device.now)
     requests: list[Request] = []
     coming, overlapped, steps = 0, 0, 0

@@ -29,7 +29,9 @@ from jaxoverlap.observe.chrome_trace import (
 )
 from jaxoverlap.observe.step_times import Stopwatch
 from jaxoverlap.observe.timeline import Timeline
+from jaxoverlap.sampling_params import SamplingParams
 from tests.harness import Harness
+from tests.tiny import drain, make_engine
 
 
 def traced(harness: Harness, **submitted) -> Timeline:
@@ -104,6 +106,17 @@ def test_lanes_counters_and_requests_in_chromes_format():
     assert all(one[1] == after[0] for one, after in pairwise(chunks))
     ends = [event["name"] for event in trace["traceEvents"] if event["ph"] == "i"]
     assert ends == ["finished: length"] * 3
+
+
+def test_a_trace_says_which_compiled_steps_ran():
+    engine, _ = make_engine()
+    engine.add(list(range(1, 20)), SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    engine.start_timeline()
+    drain(engine)
+    trace = to_chrome(engine.stop_timeline())
+    shapes = [event["args"]["shape"] for event in spans(trace, ENGINE, DEVICE)]
+    assert shapes == ["prefill 32", "decode 1", "decode 1"]
+    assert ", compiled for prefill 32" in spans(trace, ENGINE, DEVICE)[0]["args"]["tokens"]
 
 
 def test_ready_is_seen_by_a_thread_that_waits_for_the_step():

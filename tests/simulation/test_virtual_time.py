@@ -42,6 +42,14 @@ def test_a_device_is_paid_for_rows_prompts_and_what_they_read():
     assert found.gaps.tolist() == pytest.approx([(2.2 + 0.023) / 2])
 
 
+def test_a_compiled_step_that_was_measured_takes_what_it_took_however_full_it_is():
+    speeds = Speeds(step=1.0, prompt_token=0.01, kv_token=0.001, shapes={"prefill 16": 5.0, "decode 2": 3.0})
+    found = simulate(EngineConfig(schedule="serial", max_running=2), speeds, [Arrival(0.0, 10, 2)], "cpu")
+    assert found.seconds == pytest.approx(5.01 + 1.011), "decode 1 was not measured"
+    found = simulate(EngineConfig(schedule="serial", max_running=2), speeds, [Arrival(0.0, 10, 2)] * 2, "cpu")
+    assert found.seconds == pytest.approx(1.0 + 0.2 + 0.02 + 3.022), "nor was prefill 32"
+
+
 def test_requests_come_when_they_come_and_wait_for_a_row():
     speeds = Speeds(step=1.0)
     arrivals = [Arrival(0.0, 1, 4), Arrival(1.5, 1, 1), Arrival(50.0, 1, 1)]
