@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.decoder import random_weights
 from jaxoverlap.model.rope import RopeConfig
 from jaxoverlap.request import Request, RequestLimits
+from jaxoverlap.runtime.row_state import KVPages
 from jaxoverlap.runtime.runner import DeviceRunner
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
@@ -70,6 +72,11 @@ def make_runner(
     if warm:
         runner.warm_up()
     return runner
+
+
+def change_pool(runner: DeviceRunner, change: Callable[[KVPages], KVPages], stage: int | None = None) -> None:
+    """Of each stage's pool, or of one."""
+    runner._kv = tuple(change(kv) if stage in (None, index) else kv for index, kv in enumerate(runner._kv))
 
 
 def make_engine(

@@ -113,7 +113,8 @@ class Decoder(nn.Module):
     """A whole model; its weights are what `load_model`, `abstract_weights` and `random_weights` give.
 
     Use it with `decoder.apply(weights, token_ids, positions, attend)` and
-    `decoder.apply(weights, hidden, method=decoder.logits)`.
+    `decoder.apply(weights, hidden, method=decoder.logits)`; of a model in stages (`model.stages`) with
+    `method=decoder.embed` and, for each stage, `method=decoder.run_layers` instead of the first.
 
     Attributes:
       config: the model's shape.
@@ -151,8 +152,15 @@ class Decoder(nn.Module):
         Returns:
           [T, hidden] in `dtype`, before the final norm: take the rows that need logits, then call `logits`.
         """
+        return self.run_layers(self.embed(token_ids), positions, attend)
+
+    def embed(self, token_ids: jax.Array) -> jax.Array:
+        """int32 [T] → [T, hidden] in `dtype`, what the first layer takes."""
+        return jnp.take(self.embedding, token_ids, axis=0, mode="fill", fill_value=0)
+
+    def run_layers(self, x: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+        """[T, hidden] → [T, hidden]; the rest is as in `__call__`."""
         c = self.config
-        x = jnp.take(self.embedding, token_ids, axis=0, mode="fill", fill_value=0)
         cos_sin = rope_phases(positions, c)
         for index, layer in enumerate(self.layers):
             qk_norms = self.qk_norms[index] if c.qk_norm else None

@@ -1,6 +1,6 @@
 """The compiled functions of an engine: all of them are compiled in warm-up, none after it.
 
-step shape                     first half of a step                          one for each shape of `Buckets`
+step shape                     first half of a step                          one for each shape of `Buckets`, see `step`
 rows, with or without rules    second half of a step                         two for each bucket of rows
 prompt tokens                  log-probabilities of a prompt, when asked     one for each bucket of prompt tokens
 seat, blank                    penalties and biases of a row, when asked
@@ -20,12 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.logit_rules import RowRules
 from jaxoverlap.runtime.buckets import Buckets, StepShape
 from jaxoverlap.runtime.packing import packed_size
 from jaxoverlap.runtime.row_state import KVPages, RowState
 from jaxoverlap.runtime.sample_step import ReadyToSample, sample
-from jaxoverlap.runtime.step import DeviceStep
+from jaxoverlap.runtime.step import DeviceStep, StepFunctions
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +51,32 @@ class Rare(enum.StrEnum):
 Shape = StepShape | SampleShape | Rare
 
 
+@dataclass(frozen=True)
+class CompiledStep:
+    """The first half of a step.
+
+    Attributes:
+      run: ``(weights, kv, state, packed) → (kv, state, ready, hidden)``.
+      calls: the executables that it runs, in order.
+    """
+
+    run: Callable[..., Any]
+    calls: tuple[jax.stages.Compiled, ...]
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.run(*arguments)
+
+    @property
+    def aliased_bytes(self) -> int:
+        """Of results that are where an argument was."""
+        return sum(call.memory_analysis().alias_size_in_bytes for call in self.calls)  # type: ignore[union-attr]
+
+    @property
+    def temporary_bytes(self) -> int:
+        """At most, beside arguments and results."""
+        return max(call.memory_analysis().temp_size_in_bytes for call in self.calls)  # type: ignore[union-attr]
+
+
 def mask_words(vocab_size: int) -> int:
     """32-bit words that hold a bit for each id."""
     return -(-vocab_size // 32)
@@ -62,13 +89,20 @@ class Executables:
       compiles_after_ready: functions that had to be compiled while serving; anything but 0 is a bug.
     """
 
-    def __init__(self, step: DeviceStep, buckets: Buckets, weights: Any, kv: KVPages, state: RowState) -> None:
+    def __init__(
+        self,
+        step: DeviceStep,
+        buckets: Buckets,
+        weights: tuple[Any, ...],
+        kv: tuple[KVPages, ...],
+        state: RowState,
+    ) -> None:
         self.compiles_after_ready = 0
         self._step, self._buckets = step, buckets
         # Shapes only: the arrays themselves are donated and replaced all the time.
         self._weights, self._kv, self._state = jax.tree.map(_abstract, (weights, kv, state))
         self._device = state.last_token.sharding
-        self._compiled: dict[Shape, jax.stages.Compiled] = {}
+        self._compiled: dict[Shape, CompiledStep | jax.stages.Compiled] = {}
         self._ready = False
 
     def __iter__(self) -> Iterator[Shape]:
@@ -80,7 +114,7 @@ class Executables:
             yield SampleShape(rows, with_rules=True)
         yield from Rare
 
-    def __getitem__(self, shape: Shape) -> jax.stages.Compiled:
+    def __getitem__(self, shape: Shape) -> Any:
         if shape not in self._compiled:
             if self._ready:
                 self.compiles_after_ready += 1
@@ -106,12 +140,10 @@ class Executables:
     def clear(self) -> None:
         self._compiled = {}
 
-    def _compile(self, shape: Shape) -> jax.stages.Compiled:
+    def _compile(self, shape: Shape) -> CompiledStep | jax.stages.Compiled:
         step, state = self._step, self._state
         if isinstance(shape, StepShape):
-            packed = self._array((packed_size(shape, step.pages_per_row),), jnp.int32)
-            first_half = jax.jit(partial(step, shape), donate_argnums=(1, 2))
-            return first_half.lower(self._weights, self._kv, state, packed).compile(step.compiler_options)
+            return self._compile_step(shape) if len(step.stages) == 1 else self._compile_stages(shape)
         if isinstance(shape, SampleShape):
             ready = self._ready_to_sample(shape.num_rows)
             choose = partial(sample, drawing=step.drawing)
@@ -123,13 +155,40 @@ class Executables:
         if shape == Rare.SCORE_PROMPT:
             hidden = self._array((step.max_step_tokens, step.config.hidden_size), step.dtype)
             per_token = self._array((step.max_step_tokens,), jnp.int32)
-            return jax.jit(step.score_prompt).lower(self._weights, hidden, per_token, per_token).compile()
+            return jax.jit(step.score_prompt).lower(self._weights[0], hidden, per_token, per_token).compile()
         if shape == Rare.BLANK_RULES:
             blank = partial(RowRules.blank, step.num_rows, step.config.vocab_size)
             return jax.jit(blank, out_shardings=self._device).lower().compile()
         row, vocab = self._array((), jnp.int32), (step.config.vocab_size,)
         seat = jax.jit(RowRules.seat, donate_argnums=(0,))
         return seat.lower(self._rules(), row, self._array(vocab, jnp.uint16), self._array(vocab, jnp.float32)).compile()
+
+    def _compile_step(self, shape: StepShape) -> CompiledStep:
+        """As one executable."""
+        first_half = jax.jit(self._step.functions(shape), donate_argnums=(1, 2))
+        lowered = first_half.lower(self._weights, self._kv, self._state, self._packed(shape))
+        compiled = lowered.compile(self._step.compiler_options)
+        return CompiledStep(compiled, (compiled,))
+
+    def _compile_stages(self, shape: StepShape) -> CompiledStep:
+        """As one for what is before the layers, for each kind of stage, and for what is behind them."""
+
+        def compiled(function: Any, arguments: tuple[Any, ...], donated: tuple[int, ...]) -> tuple[Any, Any]:
+            lowered = jax.jit(function, donate_argnums=donated).lower(*arguments)
+            return lowered.compile(self._step.compiler_options), jax.tree.map(self._like, lowered.out_info)
+
+        functions, weights = self._step.functions(shape), self._weights
+        begin, (_, hidden, tokens) = compiled(functions.begin, (weights[0], self._state, self._packed(shape)), (1,))
+        of_kind: dict[ModelConfig, jax.stages.Compiled] = {}
+        for stage, run, own_weights, kv in zip(self._step.stages, functions.stages, weights, self._kv, strict=True):
+            if stage not in of_kind:
+                of_kind[stage], _ = compiled(run, (own_weights, kv, hidden, tokens), (1, 2))
+        finish, _ = compiled(functions.finish, (weights[0], hidden, tokens), ())
+        stages = tuple(of_kind[stage] for stage in self._step.stages)
+        return CompiledStep(StepFunctions(begin, stages, finish), (begin, *stages, finish))
+
+    def _packed(self, shape: StepShape) -> Any:
+        return self._array((packed_size(shape, self._step.pages_per_row),), jnp.int32)
 
     def _ready_to_sample(self, num_rows: int) -> ReadyToSample:
         return ReadyToSample(
@@ -141,6 +200,9 @@ class Executables:
     def _rules(self) -> RowRules:
         shape = (self._step.num_rows, self._step.config.vocab_size)
         return RowRules(self._array(shape, jnp.uint16), self._array(shape, jnp.float32))
+
+    def _like(self, array: Any) -> Any:
+        return self._array(array.shape, array.dtype)
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self._device)

@@ -145,9 +145,9 @@ def inspect_step(
     kv = KVPages.abstract(config, num_pages, page_size, dtype if kv_dtype is None else kv_dtype)
     state = jax.eval_shape(partial(RowState.blank, max_running, pages_per_row, num_pages))
     packed = spec((packed_size(shape, pages_per_row),), jnp.int32)
-    arguments = (abstract_weights(config, jnp.dtype(dtype)), kv, state, packed)
+    arguments = ((abstract_weights(config, jnp.dtype(dtype)),), (kv,), state, packed)
     options = step.compiler_options
-    compiled = compile_for(target, partial(step, shape), *arguments, donate=(1, 2), options=options, ptxas=False)
+    compiled = compile_for(target, step.functions(shape), *arguments, donate=(1, 2), options=options, ptxas=False)
     return StepReport(compiled, shape, config.num_layers, num_bytes(kv))
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxoverlap.errors import UnsupportedError
 from jaxoverlap.model.config import ModelConfig
+from jaxoverlap.model.stages import split_weights
 from jaxoverlap.runtime.buckets import MIN_PREFILL_TOKENS, Buckets, StepShape, row_multiple
 from jaxoverlap.runtime.executables import Executables, Rare, SampleShape, Shape, mask_words
 from jaxoverlap.runtime.packing import pack
@@ -32,6 +33,10 @@ from jaxoverlap.scheduler.plan import StepPlan, StepResult
 from pallas_kernels import AttentionShape, Choice, best_implementation, trial, why_not
 
 logger = logging.getLogger(__name__)
+
+MAX_STAGES = 8
+"""Functions that a CPU's layers are divided into at most. JAX lets 32 calls wait for a CPU before the next one blocks:
+those of some three steps."""
 
 Progress = Callable[[Iterable[Shape], int], Iterable[Shape]]
 """Wraps an iterable of shapes and its length, to show how far warm-up is."""
@@ -141,11 +146,14 @@ class DeviceRunner:
             attention=implementation,
             interpret=attention == "triton" and self.device.platform == "cpu",
             deterministic=scheduler_config.deterministic,
+            max_stages=MAX_STAGES if self.device.platform == "cpu" and implementation == "xla" else 1,
         )
-        self._weights = jax.device_put(weights, self.device)
+        self._weights = split_weights(jax.device_put(weights, self.device), self.step.stage_sizes)
         with jax.default_device(self.device):
-            pool = KVPages.abstract(config, limits.num_pages, limits.page_size, pool_dtype)
-            self._kv = jax.tree.map(lambda array: jax.numpy.zeros(array.shape, array.dtype), pool)
+            pools = [
+                KVPages.abstract(stage, limits.num_pages, limits.page_size, pool_dtype) for stage in self.step.stages
+            ]
+            self._kv = tuple(jax.tree.map(lambda array: jax.numpy.zeros(array.shape, array.dtype), pools))
             self._state = RowState.blank(self.step.num_rows, self.step.pages_per_row, self.step.num_pages)
         self.executables = Executables(self.step, self.buckets, self._weights, self._kv, self._state)
         self._rules = RulesSeats(self.executables, self.step.num_rows, config.vocab_size)
@@ -226,6 +234,6 @@ class DeviceRunner:
                 num_top[start : start + len(predicted)] = wanted
             start += len(chunk.token_ids)
         targets.flags.writeable = num_top.flags.writeable = False
-        scores = self.executables[Rare.SCORE_PROMPT](self._weights, hidden, targets, num_top)
+        scores = self.executables[Rare.SCORE_PROMPT](self._weights[0], hidden, targets, num_top)
         scores.copy_to_host_async()
         return scores

@@ -1,4 +1,4 @@
-"""The first half of a step: ``(weights, kv, state, packed) → (kv, state, ready, hidden)``, one dispatch.
+"""The first half of a step: ``(weights, kv, state, packed) → (kv, state, ready, hidden)``.
 
     packed ──► seat chunks, add pages ──► tokens, positions, slots ──► decoder + paged attention
                         ▲                        ▲                               │
@@ -6,11 +6,17 @@
 
 A row that the device knows to be finished (or that is padding) is a no-op: its slot and its row index are out
 of range, so its KV write and its state update are dropped, and its output is void.
+
+It is made of functions: `begin`, one for each stage of the model, and `finish`. On a GPU all of them are compiled as
+one, which is one dispatch and one CUDA graph. On a CPU each is compiled alone, and equal stages once: a step of 30
+layers then compiles in a quarter of the time, and a few dispatches more are little beside a CPU's step.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,14 +25,47 @@ import jax.numpy as jnp
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.decoder import Decoder
 from jaxoverlap.model.scores import SCORE_WORDS, score_tokens
+from jaxoverlap.model.stages import split_config, stage_sizes
 from jaxoverlap.runtime.buckets import StepShape
 from jaxoverlap.runtime.packing import PackedStep, read_row_params, unpack
+from jaxoverlap.runtime.paged_attention import PagedAttention, StepTokens
 from jaxoverlap.runtime.row_state import KVPages, RowState
 from jaxoverlap.runtime.sample_step import ReadyToSample
-from pallas_kernels import decode_attention, extend_attention, rope_and_write_kv, write_kv
 
 _SCORED_TOGETHER = 16
 """Prompt tokens whose logits exist at once."""
+
+
+@dataclass(frozen=True)
+class StepFunctions:
+    """The functions that a step of some shape is made of; called, it is that step.
+
+    Attributes:
+      begin: ``(weights, state, packed) → (state, hidden, tokens)``.
+      stages: ``(weights, kv, hidden, tokens) → (kv, hidden)`` of each.
+      finish: ``(weights, hidden, tokens) → (ready, hidden)``.
+    """
+
+    begin: Callable[..., Any]
+    stages: tuple[Callable[..., Any], ...]
+    finish: Callable[..., Any]
+
+    def __call__(
+        self, weights: Sequence[Any], kv: Sequence[KVPages], state: RowState, packed: Any
+    ) -> tuple[tuple[KVPages, ...], RowState, ReadyToSample, jax.Array | None]:
+        """Weights and pools are of each stage.
+
+        Returns:
+          The pools; the row state; what `sample` needs of the R + B rows; and the last hidden states of all tokens,
+          prompts first, [max_step_tokens, hidden_size] (None of a step without prompts), for `score_prompt`.
+        """
+        state, hidden, tokens = self.begin(weights[0], state, packed)
+        pools = []
+        for run, stage_weights, pool in zip(self.stages, weights, kv, strict=True):
+            pool, hidden = run(stage_weights, pool, hidden, tokens)
+            pools.append(pool)
+        ready, hidden = self.finish(weights[0], hidden, tokens)
+        return tuple(pools), state, ready, hidden
 
 
 @dataclass(frozen=True)
@@ -41,6 +80,7 @@ class DeviceStep:
         `score_prompt` reads, which so has one shape.
       attention: implementation in `pallas_kernels`; interpret: run its kernels without a GPU, slowly.
       deterministic: prompt tokens attend as decoding rows do, so that it does not matter which of them a token is in.
+      max_stages: functions that the layers are divided into at most.
     """
 
     config: ModelConfig
@@ -53,45 +93,75 @@ class DeviceStep:
     attention: str = "xla"
     interpret: bool = False
     deterministic: bool = False
+    max_stages: int = 1
+
+    @property
+    def stage_sizes(self) -> tuple[int, ...]:
+        """Layers of each stage."""
+        return stage_sizes(self.config.num_layers, self.max_stages)
+
+    @cached_property
+    def stages(self) -> tuple[ModelConfig, ...]:
+        return split_config(self.config, self.stage_sizes)
 
     @property
     def drawing(self) -> dict[str, Any]:
         """Who draws tokens, for `pallas_kernels.draw_tokens`."""
         return {"implementation": self.attention, "interpret": self.interpret}
 
-    def __call__(
-        self, shape: StepShape, weights: Any, kv: KVPages, state: RowState, packed: jax.Array
-    ) -> tuple[KVPages, RowState, ReadyToSample, jax.Array | None]:
-        """Runs one step of a static shape with T prompt tokens, R prompts and B decoding rows.
+    @property
+    def packed_attend(self) -> bool:
+        """XLA's back ends fuse the rotation with what is around it; kernels have it inside."""
+        return self.attention != "xla"
 
-        Returns:
-          The pool; the row state; what `sample` needs of the R + B rows; and the last hidden states of all tokens,
-          prompts first, [max_step_tokens, hidden_size] (None of a step without prompts), for `score_prompt`.
-        """
+    def functions(self, shape: StepShape) -> StepFunctions:
+        """Of a static shape with T prompt tokens, R prompts and B decoding rows."""
+        stages = tuple(partial(self.run_stage, stage) for stage in self.stages)
+        return StepFunctions(partial(self.begin, shape), stages, partial(self.finish, shape))
+
+    def begin(
+        self, shape: StepShape, weights: Any, state: RowState, packed: jax.Array
+    ) -> tuple[RowState, jax.Array, StepTokens]:
+        """What comes before the layers; returns the row state, the embedded tokens, and what is to be known of them."""
         step = unpack(packed, shape, self.pages_per_row)
         state = self._add_pages(self._seat_chunks(state, step), step)
         prompts, decodes = self._prompt_tokens(step), self._decode_tokens(state, step)
-        attention = _PagedAttention(self, kv, step, prompts, decodes, state)
-        # XLA's back ends fuse the rotation with what is around it; kernels have it inside.
-        packed_attend = self.attention != "xla"
-        decoder = Decoder(self.config, self.dtype, packed_attend)
-        hidden = decoder.apply(
-            weights,
-            _join(prompts.token_ids, decodes.token_ids),
-            _join(prompts.positions, decodes.positions),
-            attention.packed if packed_attend else attention,
-        )
+        hidden = self._decoder.apply(weights, _join(prompts.token_ids, decodes.token_ids), method=Decoder.embed)
         assert isinstance(hidden, jax.Array)
-        last_of_chunk = jnp.maximum(step.cu_q_lens[1:] - 1, 0)
+        return state, hidden, self._tokens(state, step, prompts, decodes)
+
+    def run_stage(
+        self, stage: ModelConfig, weights: Any, kv: KVPages, hidden: jax.Array, tokens: StepTokens
+    ) -> tuple[KVPages, jax.Array]:
+        """The layers of one stage, on its pool."""
+        attention = PagedAttention(
+            stage,
+            kv,
+            tokens,
+            num_pages=self.num_pages,
+            implementation={"implementation": self.attention, "interpret": self.interpret},
+        )
+        attend = attention.packed if self.packed_attend else attention
+        decoder = Decoder(stage, self.dtype, self.packed_attend)
+        hidden = decoder.apply(weights, hidden, tokens.positions, attend, method=Decoder.run_layers)  # type: ignore[assignment]
+        return attention.kv, hidden
+
+    def finish(
+        self, shape: StepShape, weights: Any, hidden: jax.Array, tokens: StepTokens
+    ) -> tuple[ReadyToSample, jax.Array | None]:
+        """What comes behind the layers."""
+        last_of_chunk = jnp.maximum(tokens.cu_q_lens[1:] - 1, 0)
         last_hidden = _join(hidden[: shape.prefill_tokens][last_of_chunk], hidden[shape.prefill_tokens :])
-        if packed_attend:  # on a GPU rows more cost the product little, and to pad its result costs a copy of it
+        if self.packed_attend:  # on a GPU rows more cost the product little, and to pad its result costs a copy of it
             last_hidden = _pad_rows(last_hidden, shape.sample_rows)
-        logits = decoder.apply(weights, last_hidden, method=Decoder.logits)
+        logits = self._decoder.apply(weights, last_hidden, method=Decoder.logits)
         assert isinstance(logits, jax.Array)
-        ready = self._ready(shape, state, step, logits)
-        if not shape.prefill_tokens:
-            return attention.kv, state, ready, None
-        return attention.kv, state, ready, _pad_rows(hidden, self.max_step_tokens)
+        ready = ReadyToSample(
+            logits=_pad_rows(logits, shape.sample_rows),
+            rows=_pad_rows(tokens.rows, shape.sample_rows, self.num_rows),
+            seq_len=_pad_rows(tokens.seq_len, shape.sample_rows),
+        )
+        return ready, _pad_rows(hidden, self.max_step_tokens) if shape.prefill_tokens else None
 
     def score_prompt(self, weights: Any, hidden: jax.Array, targets: jax.Array, num_top: jax.Array) -> jax.Array:
         """Scores the token that follows each of T tokens; a few at a time, so that no [T, V] ever exists.
@@ -103,7 +173,7 @@ class DeviceStep:
         Returns:
           int32 [T, SCORE_WORDS].
         """
-        decoder = Decoder(self.config, self.dtype)
+        decoder = Decoder(self.stages[0], self.dtype)
         width = min(_SCORED_TOGETHER, len(targets))
         blocks = -(-len(targets) // width)
 
@@ -126,10 +196,9 @@ class DeviceStep:
         """Every chunk sets its row up anew; only the first needs it, and the others change nothing."""
         rows = step.chunk_rows
         params = read_row_params(step.row_params)
-        ends = step.chunk_starts + step.cu_q_lens[1:] - step.cu_q_lens[:-1]
         return replace(
             state,
-            seq_len=state.seq_len.at[rows].set(ends, mode="drop"),
+            seq_len=state.seq_len.at[rows].set(_chunk_ends(step), mode="drop"),
             num_outputs=state.num_outputs.at[rows].set(params["num_outputs"], mode="drop"),
             finished=state.finished.at[rows].set(False, mode="drop"),
             page_table=state.page_table.at[rows].set(step.page_tables, mode="drop"),
@@ -173,18 +242,44 @@ class DeviceStep:
     def no_slot(self) -> int:
         return self.num_pages * self.page_size
 
-    def _ready(self, shape: StepShape, state: RowState, step: PackedStep, logits: jax.Array) -> ReadyToSample:
+    @property
+    def _decoder(self) -> Decoder:
+        """Of what is before and behind the layers, which all stages have."""
+        return Decoder(self.stages[0], self.dtype, self.packed_attend)
+
+    def _tokens(self, state: RowState, step: PackedStep, prompts: _Tokens, decodes: _Tokens) -> StepTokens:
+        rows = step.decode_rows
+        finished = state.finished.at[rows].get(mode="fill", fill_value=True)
+        decode_tables = state.page_table.at[rows].get(mode="fill", fill_value=self.num_pages)
+        decode_lens = jnp.where(finished, 0, decodes.positions + 1)
+        if self.deterministic:
+            tables, lens = self._prompt_tokens_as_rows(step, prompts)
+            decode_tables, decode_lens = _join(tables, decode_tables), _join(lens, decode_lens)
+        return StepTokens(
+            positions=_join(prompts.positions, decodes.positions),
+            slots=_join(prompts.slots, decodes.slots),
+            cu_q_lens=step.cu_q_lens,
+            chunk_ends=_chunk_ends(step),
+            # Not those of the input: a kernel's argument that is a piece of another array is a copy.
+            chunk_tables=state.page_table.at[step.chunk_rows].get(mode="fill", fill_value=self.num_pages),
+            decode_tables=decode_tables,
+            decode_lens=decode_lens,
+            **self._rows_to_sample(state, step),
+        )
+
+    def _prompt_tokens_as_rows(self, step: PackedStep, prompts: _Tokens) -> tuple[jax.Array, jax.Array]:
+        chunk = _chunk_of(step, jnp.arange(len(prompts.token_ids), dtype=jnp.int32))
+        tables = step.page_tables.at[chunk].get(mode="fill", fill_value=self.num_pages)
+        return tables, jnp.where(prompts.slots < self.no_slot, prompts.positions + 1, 0)
+
+    def _rows_to_sample(self, state: RowState, step: PackedStep) -> dict[str, jax.Array]:
         rows = _join(step.chunk_rows, step.decode_rows)
         finished = state.finished.at[rows].get(mode="fill", fill_value=True)
         decoded = jnp.ones_like(step.decode_rows)
         # A chunk's row already has its new length; a decoding row grows by the token it has just run.
         seq_len = state.seq_len.at[rows].get(mode="fill", fill_value=0) + _join(step.chunk_rows * 0, decoded)
         publishes = _join(step.publishes, decoded).astype(bool) & ~finished
-        return ReadyToSample(
-            logits=_pad_rows(logits, shape.sample_rows),
-            rows=_pad_rows(jnp.where(publishes, rows, self.num_rows), shape.sample_rows, self.num_rows),
-            seq_len=_pad_rows(seq_len, shape.sample_rows),
-        )
+        return {"rows": jnp.where(publishes, rows, self.num_rows), "seq_len": seq_len}
 
 
 @dataclass(frozen=True)
@@ -196,87 +291,14 @@ class _Tokens:
     slots: jax.Array
 
 
-class _PagedAttention:
-    """Called once per layer while the step is traced; `kv` is the pool as the layers so far have left it."""
-
-    def __init__(
-        self, step: DeviceStep, kv: KVPages, packed: PackedStep, prompts: _Tokens, decodes: _Tokens, state: RowState
-    ) -> None:
-        self.kv = kv
-        self._step, self._packed = step, packed
-        self._slots = _join(prompts.slots, decodes.slots)
-        self._num_prompt_tokens = len(prompts.token_ids)
-        self._chunk_ends = packed.chunk_starts + packed.cu_q_lens[1:] - packed.cu_q_lens[:-1]
-        # Not those of the input: a kernel's argument that is a piece of another array is a copy.
-        self._chunk_tables = state.page_table.at[packed.chunk_rows].get(mode="fill", fill_value=step.num_pages)
-        rows = packed.decode_rows
-        self._decode_tables = state.page_table.at[rows].get(mode="fill", fill_value=step.num_pages)
-        finished = state.finished.at[rows].get(mode="fill", fill_value=True)
-        self._decode_lens = jnp.where(finished, 0, decodes.positions + 1)
-        if step.deterministic:
-            self._make_prompt_tokens_rows(prompts)
-        self._arrivals = jnp.zeros((len(self._decode_lens), step.config.num_kv_heads), dtype=jnp.int32)
-        self._implementation: dict[str, Any] = {"implementation": step.attention, "interpret": step.interpret}
-
-    def _make_prompt_tokens_rows(self, prompts: _Tokens) -> None:
-        chunk = _chunk_of(self._packed, jnp.arange(self._num_prompt_tokens, dtype=jnp.int32))
-        tables = self._packed.page_tables.at[chunk].get(mode="fill", fill_value=self._step.num_pages)
-        lens = jnp.where(prompts.slots < self._step.no_slot, prompts.positions + 1, 0)
-        self._decode_tables = _join(tables, self._decode_tables)
-        self._decode_lens = _join(lens, self._decode_lens)
-        self._num_prompt_tokens = 0
-
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """q [T, H, D], k and v [T, K, D], rotated; returns [T, H, D]."""
-        self.kv = KVPages(*write_kv(self.kv.k, self.kv.v, k, v, self._slots_of(layer), **self._implementation))
-        return self._attend(layer, q)
-
-    def packed(
-        self, layer: int, qkv: jax.Array, cos_sin: tuple[jax.Array, jax.Array], qk_norms: jax.Array | None
-    ) -> jax.Array:
-        """qkv [T, (H + 2K) D], as it comes from the product; returns [T, H, D]."""
-        cos, sin = (phases.squeeze(1) for phases in cos_sin)
-        q, k_pages, v_pages = rope_and_write_kv(
-            qkv,
-            self.kv.k,
-            self.kv.v,
-            cos,
-            sin,
-            self._slots_of(layer),
-            qk_norms,
-            norm_eps=self._step.config.norm_eps,
-            **self._implementation,
-        )
-        self.kv = KVPages(k_pages, v_pages)
-        return self._attend(layer, q)
-
-    def _slots_of(self, layer: int) -> jax.Array:
-        in_layer = self._step.num_pages * self._step.page_size
-        nowhere = self._step.config.num_layers * in_layer
-        return jnp.where(self._slots < in_layer, self._slots + layer * in_layer, nowhere)
-
-    def _attend(self, layer: int, q: jax.Array) -> jax.Array:
-        step, packed, prompt_tokens = self._step, self._packed, self._num_prompt_tokens
-        options: dict[str, Any] = {
-            "page_offset": layer * step.num_pages,
-            "scale": step.config.head_dim**-0.5,
-            "window": step.config.windows[layer],
-            **self._implementation,
-        }
-        pages, out = (self.kv.k, self.kv.v), None
-        if prompt_tokens:
-            chunks = self._chunk_tables, packed.cu_q_lens, self._chunk_ends
-            out = extend_attention(q, *pages, *chunks, tokens=prompt_tokens, **options)
-        if prompt_tokens < len(q):
-            rows = self._decode_tables, self._decode_lens, self._arrivals
-            out, self._arrivals = decode_attention(q, *pages, *rows, out=out, **options)
-        assert out is not None
-        return out
-
-
 def _chunk_of(step: PackedStep, tokens: jax.Array) -> jax.Array:
     """The chunk of each of a step's prompt tokens; that of padding is out of range. By comparing, without a loop."""
     return jnp.searchsorted(step.cu_q_lens[1:], tokens, side="right", method="compare_all").astype(jnp.int32)
+
+
+def _chunk_ends(step: PackedStep) -> jax.Array:
+    """int32 [R], the positions of each chunk's row that are written after this step."""
+    return step.chunk_starts + step.cu_q_lens[1:] - step.cu_q_lens[:-1]
 
 
 def _pad_rows(array: jax.Array, rows: int, fill: int = 0) -> jax.Array:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxoverlap.outputs import FinishReason
+from jaxoverlap.runtime.row_state import KVPages
 from jaxoverlap.sampling_params import SamplingParams
-from tests.tiny import VOCAB_SIZE, dense_greedy, drain, make_engine, random_requests
+from tests.tiny import VOCAB_SIZE, change_pool, dense_greedy, drain, make_engine, random_requests
 
 SEED = 8
 """Step shapes may differ in the last bits. None of this seed's greedy tokens is a near-tie, so all can be compared."""
@@ -85,8 +86,7 @@ def test_order_rows_joining_and_leaving_change_nothing(alone, seed):
 
 def test_pages_left_full_of_nan_hurt_nobody(alone):
     engine, runner = make_engine(lookahead=1)
-    kv = runner._kv
-    runner._kv = type(kv)(kv.k + np.float32(np.nan), kv.v + np.float32(np.nan))
+    change_pool(runner, lambda kv: KVPages(kv.k + np.float32(np.nan), kv.v + np.float32(np.nan)))
     requests = random_requests(engine, SEED, 14)
     drain(engine)
     assert outcomes(requests) == alone[0]
@@ -98,8 +98,8 @@ def test_a_row_of_nan_logits_ends_alone_with_an_error(alone):
     victim = engine.add([9, 9, 9], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
     while not victim.output_ids:
         engine.step()
-    kv, page = runner._kv, int(engine.loop.scheduler.state.memory.page_table[victim.row, 0])
-    runner._kv = type(kv)(kv.k, kv.v.at[page].set(np.nan))
+    page = int(engine.loop.scheduler.state.memory.page_table[victim.row, 0])
+    change_pool(runner, lambda kv: KVPages(kv.k, kv.v.at[page].set(np.nan)))
     drain(engine)
     assert victim.finish_reason == FinishReason.ERROR
     assert "NaN" in str(victim.error)

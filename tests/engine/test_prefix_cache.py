@@ -8,9 +8,10 @@ import pytest
 
 from jaxoverlap.config import PRESETS
 from jaxoverlap.request import RequestOptions
+from jaxoverlap.runtime.row_state import KVPages
 from jaxoverlap.sampling_params import SamplingParams
 from tests.engine.test_equality import GAP, SEED, outcomes
-from tests.tiny import VOCAB_SIZE, dense_greedy, drain, make_engine, random_requests
+from tests.tiny import VOCAB_SIZE, change_pool, dense_greedy, drain, make_engine, random_requests
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 SUFFIXES = [1, 2, 15, 16, 17, 40]
@@ -24,10 +25,13 @@ def poison_freed_pages(engine, runner, value: float) -> None:
     def free_and_poison(pages):
         free(pages)
         if len(pages):
-            layers = np.arange(runner.step.config.num_layers)[:, None] * runner.step.num_pages
-            at = jnp.asarray((layers + pages).reshape(-1))
-            kv = runner._kv
-            runner._kv = type(kv)(kv.k.at[at].set(value), kv.v.at[at].set(value))
+
+            def poison(kv: KVPages) -> KVPages:
+                layers = np.arange(0, kv.k.shape[0], runner.step.num_pages)[:, None]
+                at = jnp.asarray((layers + pages).reshape(-1))
+                return KVPages(kv.k.at[at].set(value), kv.v.at[at].set(value))
+
+            change_pool(runner, poison)
 
     pool.free = free_and_poison
 

@@ -18,7 +18,7 @@ from pallas_kernels.pages import QUANTIZED, num_bytes
 from tests.engine.test_deterministic import PROMPTS, SIZES, add, bits
 from tests.engine.test_equality import outcomes
 from tests.model.dense import dense_logits
-from tests.tiny import CONFIG, VOCAB_SIZE, drain, make_engine, make_runner, random_requests, weights
+from tests.tiny import CONFIG, VOCAB_SIZE, change_pool, drain, make_engine, make_runner, random_requests, weights
 
 KV_DTYPES = pytest.mark.parametrize("kv_dtype", QUANTIZED)
 SEED = 8
@@ -79,9 +79,9 @@ def test_no_step_copies_the_pool(kv_dtype):
     pool = num_bytes(runner._kv)
     assert pool == 2 * 2 * 4000 * 16 * 2 * (16 + 4)  # K and V, layers, pages, positions, heads, codes and a scale
     for shape in runner.buckets:
-        memory = runner.executables[shape].memory_analysis()
-        assert memory.alias_size_in_bytes >= pool, shape
-        assert memory.temp_size_in_bytes < pool // 4, shape
+        step = runner.executables[shape]
+        assert step.aliased_bytes >= pool, shape
+        assert step.temporary_bytes < pool // 4 // len(runner._kv), shape
 
 
 @KV_DTYPES
@@ -104,8 +104,8 @@ def test_a_row_of_nan_ends_alone_with_an_error_and_leaves_no_nan_behind(kv_dtype
     victim = engine.add([9, 9, 9], GREEDY)
     while not victim.output_ids:
         engine.step()
-    kv, page = runner._kv, int(engine.loop.scheduler.state.memory.page_table[victim.row, 0])
-    runner._kv = KVPages(kv.k, replace(kv.v, scales=kv.v.scales.at[page].set(np.nan)))
+    page = int(engine.loop.scheduler.state.memory.page_table[victim.row, 0])
+    change_pool(runner, lambda kv: KVPages(kv.k, replace(kv.v, scales=kv.v.scales.at[page].set(np.nan))))
     drain(engine)
     assert victim.finish_reason == FinishReason.ERROR and "NaN" in str(victim.error)
     assert beside.finish_reason == FinishReason.LENGTH

@@ -13,15 +13,16 @@ from jax._src.array import ArrayImpl
 from jaxoverlap.runtime.runner import LaunchedDeviceStep
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import RowStatus
+from pallas_kernels.pages import num_bytes
 from tests.tiny import CONFIG, make_engine, make_runner, random_requests, scheduler_config
 
 PACKAGE = Path(__file__).parents[2] / "jaxoverlap"
 
 
 def device_bytes(runner) -> dict[str, np.ndarray]:
-    state, kv = runner._state, runner._kv
-    arrays = {"k": kv.k, "v": kv.v} | {name: getattr(state, name) for name in state.__dataclass_fields__}
-    return {name: np.array(array) for name, array in arrays.items()}
+    state = runner._state
+    pools = {name: np.concatenate([getattr(kv, name) for kv in runner._kv]) for name in ("k", "v")}
+    return pools | {name: np.array(getattr(state, name)) for name in state.__dataclass_fields__}
 
 
 def changed_slots(before, after, name: str) -> set[int]:
@@ -272,7 +273,7 @@ def make_buckets(max_running: int, budget: int):
 def test_the_old_pool_and_row_state_are_gone_after_a_launch():
     engine, runner = make_engine()
     engine.add([1, 2, 3], SamplingParams(temperature=0, max_tokens=3))
-    old = [runner._kv.k, runner._kv.v, runner._state.last_token, runner._state.page_table]
+    old = [*jax.tree.leaves(runner._kv), runner._state.last_token, runner._state.page_table]
     engine.step()
     assert all(array.is_deleted() for array in old)
     with pytest.raises(RuntimeError, match="deleted"):
@@ -281,11 +282,11 @@ def test_the_old_pool_and_row_state_are_gone_after_a_launch():
 
 def test_the_pool_is_aliased_and_no_step_has_a_temporary_of_its_size():
     runner = make_runner(num_pages=4000)
-    pool_bytes = 2 * runner._kv.k.nbytes
+    pool_bytes = num_bytes(runner._kv)
     for shape in runner.buckets:
-        analysis = runner.executables[shape].memory_analysis()
-        assert analysis.alias_size_in_bytes >= pool_bytes, shape
-        assert analysis.temp_size_in_bytes < 0.05 * pool_bytes, shape
+        step = runner.executables[shape]
+        assert step.aliased_bytes >= pool_bytes, shape
+        assert step.temporary_bytes < 0.05 * pool_bytes / len(runner._kv), shape
 
 
 # ---------------------------------------------------------------- bytes per step
