@@ -160,6 +160,10 @@ class EngineConfig:
             _check_fraction("watchdog_exit_seconds", self.watchdog_exit_seconds, math.inf)
         if self.kv_memory_gib is not None:
             _check_fraction("kv_memory_gib", self.kv_memory_gib, 1e6)
+        if self.cache_aware_order and math.isinf(self.prompt_wait_ms):
+            raise ConfigError(
+                "prompt_wait_ms: inf is not allowed with cache_aware_order; it bounds how long others pass"
+            )
 
     def resolve(
         self,

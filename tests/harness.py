@@ -73,15 +73,23 @@ class Harness:
         self.scheduler.state.memory.pool.free = free_and_poison
         self.runner.launch = lambda plan: self.plans.append(plan) or launch(plan)
 
-    def submit(self, prompt: list[int], *, options: RequestOptions = DEFAULT_OPTIONS, **sampling) -> Request:
-        params = SamplingParams(**({"temperature": 0.0, "seed": 1} | sampling))
-        request = self.engine.add(prompt, params, options)
-        self.requests.append(request)
-        self.delivered[request.request_id] = []
-        self.terminal[request.request_id] = 0
-        if request.deadline is not None:
-            self._timed.append(request)
+    def submit(self, prompt: list[int], **given) -> Request:
+        """As `submit_samples`, of one sample."""
+        (request,) = self.submit_samples(prompt, **given)
         return request
+
+    def submit_samples(
+        self, prompt: list[int], *, options: RequestOptions = DEFAULT_OPTIONS, **sampling
+    ) -> list[Request]:
+        params = SamplingParams(**({"temperature": 0.0, "seed": 1} | sampling))
+        requests = self.engine.add_samples(prompt, params, options)
+        for request in requests:
+            self.requests.append(request)
+            self.delivered[request.request_id] = []
+            self.terminal[request.request_id] = 0
+            if request.deadline is not None:
+                self._timed.append(request)
+        return requests
 
     def turn(self) -> StepOutput:
         output = self.engine.step()

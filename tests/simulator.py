@@ -92,6 +92,7 @@ def script_of(seed: int) -> Script:
     busy, abort_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.0, 0.02, 0.2])
     shared, timed = rng.choice([0.0, 0.5, 0.95]), rng.choice([0.0, 0.2])
     priorities, salts = rng.choice([1, 1, 3]), [None, None, "a", "b"]
+    several, stopped = rng.choice([0.0, 0.0, 0.2]), rng.choice([0.0, 0.0, 0.02])
     events: list[Event] = []
     submitted, most = 0, rng.randrange(1, 40)
     # Short lives: what breaks an engine is variety, not length.
@@ -107,6 +108,7 @@ def script_of(seed: int) -> Script:
                 "stop_token_ids": random_tokens(rng, rng.randrange(4)),
                 "ignore_eos": rng.random() < 0.5,
                 "seed": rng.randrange(3) if rng.random() < shared else rng.getrandbits(62),
+                "n": rng.randrange(2, 6) if rng.random() < several else 1,
             }
             options = {
                 "priority": rng.randrange(priorities),
@@ -114,14 +116,15 @@ def script_of(seed: int) -> Script:
                 "cache_salt": rng.choice(salts) if settings["row_order_seed"] % 3 == 0 else None,
             }
             events.append(("submit", prompt, sampling, options))
-            submitted += 1
+            submitted += sampling["n"]
             if rng.random() < 0.5:
                 break
         if submitted and rng.random() < abort_rate:
             events.append(("abort", rng.randrange(submitted)))
         if rng.random() < 0.01:
             events.append(("flush",))
-        events.append(("turn", rng.choice([0.0, 0.001, 0.02, 0.3]), rng.random() < 0.3))
+        seconds = 90.0 if rng.random() < stopped else rng.choice([0.0, 0.001, 0.02, 0.3])
+        events.append(("turn", seconds, rng.random() < 0.3))
     return Script(seed, settings, tuple(events))
 
 
@@ -133,7 +136,7 @@ def run(script: Script) -> int:
         if kind == "submit":
             prompt, sampling, options = given
             try:
-                requests.append(harness.submit(prompt, options=RequestOptions(**options), **sampling))
+                requests += harness.submit_samples(prompt, options=RequestOptions(**options), **sampling)
             except QueueFullError:
                 requests.append(None)
             except InvalidRequestError:

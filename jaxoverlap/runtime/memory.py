@@ -7,10 +7,11 @@ import psutil
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.errors import ConfigError
+from jaxoverlap.runtime import container
 
 CPU_BUDGET_BYTES = 2 << 30
 CPU_SHARE = 0.25
-"""Of the memory that is free, at most this much is taken without being asked."""
+"""Of the memory that is free, in a container of what it may have, at most this much is taken without being asked."""
 
 
 def kv_memory_bytes(config: EngineConfig, device: jax.Device) -> int:
@@ -22,7 +23,8 @@ def kv_memory_bytes(config: EngineConfig, device: jax.Device) -> int:
     if config.kv_memory_gib is not None:
         return int(config.kv_memory_gib * 2**30)
     if device.platform == "cpu":
-        return min(CPU_BUDGET_BYTES, int(CPU_SHARE * psutil.virtual_memory().available))
+        free = [psutil.virtual_memory().available, container.available_bytes()]
+        return min(CPU_BUDGET_BYTES, int(CPU_SHARE * min(size for size in free if size is not None)))
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ConfigError(f"kv_memory_gib: {device} does not report its memory; say how much the KV pool may take")

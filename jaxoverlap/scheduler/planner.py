@@ -6,7 +6,16 @@ import numpy as np
 
 from jaxoverlap.request import Request
 from jaxoverlap.scheduler.plan import PrefillChunk, StepPlan
-from jaxoverlap.scheduler.policy import StepView, choose_step, choose_victims, chunk_cost, chunk_len, order_by_prefix
+from jaxoverlap.scheduler.policy import (
+    PromptView,
+    StepView,
+    choose_sharers,
+    choose_step,
+    choose_victims,
+    chunk_cost,
+    chunk_len,
+    order_by_prefix,
+)
 from jaxoverlap.scheduler.state import SchedulerState
 
 _NOBODY = (-1, 0, 0)
@@ -31,6 +40,7 @@ class Planner:
         self._refused = _NOBODY  # a request, and how many pages were not enough for it
         self._next_try = -np.inf
         self._room_for: Request | None = None  # rows were preempted for it, so it gets what came free
+        self._favourite: tuple[tuple[int, int, int], Request] | None = None  # by its prefix, and when that was so
 
     def plan(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to launch now."""
@@ -109,8 +119,9 @@ class Planner:
     def _plan_chunks(self, now: float, *, beside_decode: bool) -> tuple[PrefillChunk, ...]:
         """Fills the token budget: prompts under way first, then new ones; the last is cut to fit.
 
-        Of prompts under way the more urgent goes first, and equals share: the shorter are served first, so that what
-        they do not need is left for the longer. As a rule there is one; more when a prompt was let in beside it.
+        Of prompts under way the more urgent go first, and equals share (`choose_sharers`): the shorter are served
+        first, so that what they do not need is left for the longer. As a rule there is one; more when a prompt was let
+        in beside it.
         """
         config, prefilling = self._state.config, self._state.prefilling
         budget: float = config.mixed_budget if beside_decode else config.max_batched_tokens
@@ -118,25 +129,41 @@ class Planner:
         per_token = config.context_per_token if beside_decode else None
         if self._head_is_pressing(now, may_share=len(prefilling) < most):
             self._admit(now)
-        under_way = sorted(prefilling.values(), key=self._urgency)
+        under_way = list(prefilling.values())
         chunks: list[PrefillChunk] = []
         while budget >= 1 and len(chunks) < most:
             if not under_way:
                 if not self._admit(now):
                     break
                 under_way.append(next(reversed(prefilling.values())))
-            request = under_way.pop(0)
-            equals = 1 + sum(other.priority == request.priority for other in under_way)
-            alone = equals == 1 and not chunks
-            chunk = self._plan_chunk(request, max(1.0, budget / equals), per_token, self._mixed_sizes if alone else ())
+            sharers = self._sharers(under_way, budget, per_token, is_first=not chunks)
+            if not sharers:
+                break
+            request = sharers[0]
+            under_way.remove(request)
+            sizes = self._mixed_sizes if len(sharers) == 1 and not chunks else ()
+            chunk = self._plan_chunk(request, max(1.0, budget / len(sharers)), per_token, sizes)
             chunks.append(chunk)
             budget -= chunk_cost(len(chunk.token_ids), chunk.start, per_token)
         return tuple(chunks)
 
-    def _urgency(self, request: Request) -> tuple[int, int, int]:
-        assert request.row is not None and request.extend_ids is not None
-        left = len(request.extend_ids) - int(self._state.rows.planned_len[request.row])
-        return request.priority, left, request.request_id
+    def _sharers(
+        self, under_way: list[Request], budget: float, context_per_token: float | None, *, is_first: bool
+    ) -> list[Request]:
+        """Who shares the budget, of the most urgent; somebody does if nobody has had any of it."""
+        urgent = min(request.priority for request in under_way)
+        equals = [request for request in under_way if request.priority == urgent]
+        views = [self._prompt_view(request) for request in equals]
+        chosen = choose_sharers(views, budget, context_per_token)
+        if not chosen and is_first:
+            chosen = [min(range(len(equals)), key=lambda index: views[index].last_step)]
+        return [equals[index] for index in chosen]
+
+    def _prompt_view(self, request: Request) -> PromptView:
+        rows, row = self._state.rows, request.row
+        assert row is not None and request.extend_ids is not None
+        start = int(rows.planned_len[row])
+        return PromptView(len(request.extend_ids) - start, start, int(rows.last_step[row]))
 
     def _head_is_pressing(self, now: float, *, may_share: bool) -> bool:
         """The first in the queue should not wait until the prompts under way are through."""
@@ -205,9 +232,18 @@ class Planner:
             return favoured
         if not config.cache_aware_order or head.num_preemptions:
             return head
-        candidates = [r for r in state.waiting.first(_LOOK_AHEAD) if r.priority == head.priority]
-        cached = (state.memory.cache.match(r.prompt_ids[:-1], r.cache_salt).depth for r in candidates)
-        return candidates[order_by_prefix(cached, now - head.waiting_since, config.max_prompt_wait)[0]]
+        head_waited = now - head.waiting_since
+        if head_waited >= config.max_prompt_wait:
+            return head
+        # To match so many prompts is not for every step.
+        then = head.request_id, len(state.waiting), state.memory.cache.num_pages
+        if self._favourite is None or self._favourite[0] != then:
+            candidates = [r for r in state.waiting.first(_LOOK_AHEAD) if r.priority == head.priority]
+            cached = (state.memory.cache.match(r.prompt_ids[:-1], r.cache_salt).depth for r in candidates)
+            first = order_by_prefix(cached, head_waited, config.max_prompt_wait)[0]
+            self._favourite = then, candidates[first]
+        favourite = self._favourite[1]
+        return favourite if favourite.request_id in state.waiting else head
 
     def _make_room(self, request: Request, now: float) -> None:
         """Preempts for a request that has waited too long: rows that had their turn, and so long at least."""

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 _READING = 12
 """Tokens whose attention takes as long as reading the context for any number of them (docs/benchmarks.md)."""
+_WORTHWHILE = 8
+"""Tokens of a chunk for which reading what is before it is not most of the work."""
 
 
 class StepView(NamedTuple):
@@ -81,6 +83,43 @@ def chunk_len(
     if length == most or not sizes:
         return length
     return max((size for size in sizes if size <= length), default=min(sizes[0], most))
+
+
+def is_worthwhile(remaining: int, start: int, budget: float, context_per_token: float | None) -> bool:
+    """A budget pays for all tokens that remain, for as many as it would at the beginning of a prompt, or for enough of
+    them that reading what is before them is not most of the work."""
+    wanted = max(1, min(remaining, int(budget), _WORTHWHILE))
+    return chunk_cost(wanted, start, context_per_token) <= max(1.0, budget)
+
+
+class PromptView(NamedTuple):
+    """A prompt under way.
+
+    Attributes:
+      remaining: tokens that are to be computed, from position `start` on.
+      last_step: in which it was computed before.
+    """
+
+    remaining: int
+    start: int
+    last_step: int
+
+
+def choose_sharers(prompts: Sequence[PromptView], budget: float, context_per_token: float | None) -> list[int]:
+    """Which of several equal prompts share a step's budget, as indices, those with the least that remains first: all,
+    or as many as get a worthwhile chunk for an equal share, those whose last turn is longest ago. May be none.
+
+    Far into long prompts, chunks of a token or two for each of them would cost all the reading and bring nothing.
+    """
+    by_turn = sorted(range(len(prompts)), key=lambda index: prompts[index].last_step)
+    for count in range(len(prompts), 0, -1):
+        chosen = by_turn[:count]
+        if all(
+            is_worthwhile(prompt.remaining, prompt.start, budget / count, context_per_token)
+            for prompt in (prompts[index] for index in chosen)
+        ):
+            return sorted(chosen, key=lambda index: prompts[index].remaining)
+    return []
 
 
 def promised_tokens(known_len: int, max_len: int, headroom: int, num_preemptions: int) -> int:

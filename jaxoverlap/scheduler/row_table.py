@@ -50,7 +50,7 @@ class RowTable:
         self.constrained: set[int] = set()
         """Rows whose requests' texts must follow a grammar."""
         self.last_progress = np.zeros(num_rows)
-        """Seconds on the scheduler's clock: admission, or the last committed token or chunk."""
+        """Of `SchedulerState.patience`: at admission, or the last committed token or chunk."""
 
     @property
     def num_running(self) -> int:
@@ -61,7 +61,7 @@ class RowTable:
         """Rows that an uncommitted step names, bool [num_rows]."""
         return self.last_step > self.committed_step
 
-    def take(self, row: int, request: Request, cached_len: int, promised_len: int, now: float) -> None:
+    def take(self, row: int, request: Request, cached_len: int, promised_len: int, patience: float) -> None:
         assert self.free_rows[-1] == row, "rows are taken from the end of the free list"
         self.free_rows.pop()
         self.requests[row] = request
@@ -73,7 +73,7 @@ class RowTable:
             self.scored.add(row)
         if request.constraint is not None:
             self.constrained.add(row)
-        self.last_progress[row] = now
+        self.last_progress[row] = patience
 
     def finish(self, row: int) -> None:
         """Its request is finished: tokens that still come for it are nobody's."""

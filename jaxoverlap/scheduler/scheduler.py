@@ -37,7 +37,8 @@ from jaxoverlap.scheduler.state import Counters, SchedulerState
 _LENGTH = RowStatus.LENGTH.value
 """A plain integer: numpy takes 6 µs to see that a member of an enum is one."""
 _PAUSE = 1.0
-"""Seconds between two turns after which the caller was away, and nobody is stuck for that."""
+"""Seconds between two turns that count for patience at most: beyond them the caller was away or the step was slow, and
+nobody is stuck for that."""
 
 
 class Scheduler:
@@ -49,7 +50,8 @@ class Scheduler:
         self._planner = Planner(self.state)
         self._clock = clock
         self._newly_finished: list[Request] = []
-        self._last_turn = self._next_scan = self._last_progress = -np.inf
+        self._last_turn = -np.inf
+        self._next_scan = self._last_progress = 0.0
 
     # ---------------------------------------------------------------- state
 
@@ -137,31 +139,31 @@ class Scheduler:
             where = "running" if request.row is not None else "waiting"
             error = DeadlineError(f"timeout: the request was still {where} after its {request.timeout:g} s")
             self._finish(request, FinishReason.ERROR, error=error)
-        if now >= self._next_scan or now - self._last_turn > _PAUSE:
-            self._end_stuck(now)
+        self.state.patience += min(now - self._last_turn, _PAUSE)
+        if self.state.patience >= self._next_scan:
+            self._end_stuck(self.state.patience)
         plan = self._planner.plan(now)
         if plan is not None or not self.has_unfinished:
-            self._last_progress = now
+            self._last_progress = self.state.patience
         self._last_turn = now
         return plan
 
     def _end_stuck(self, now: float) -> None:
-        """A request that makes no progress though others or time do is a bug; it must not hang its caller."""
-        rows, patience = self.state.rows, self.config.stuck_after
-        self._next_scan = now + patience / 8
-        in_flight = rows.in_flight
-        if now - self._last_turn > _PAUSE and not in_flight.any():
-            rows.last_progress[:] = self._last_progress = now  # nobody called
-            return
-        idle = (rows.request_ids >= 0) & ~rows.leaving & ~in_flight
-        if now - self._last_progress <= patience:
-            # As long as others go on, a prompt may be set aside for more urgent ones, and a row may lack a page.
+        """A request that makes no progress though others or time do is a bug; it must not hang its caller. `now` is of
+        `SchedulerState.patience`."""
+        rows, limit = self.state.rows, self.config.stuck_after
+        self._next_scan = now + limit / 8
+        idle = (rows.request_ids >= 0) & ~rows.leaving & ~rows.in_flight
+        if now - self._last_progress <= limit:
+            # As long as others go on, a prompt may be set aside for more urgent ones, a row may lack a page, and where
+            # steps are not mixed rows that decode may have to wait for prompts.
             idle[[request.row for request in self.state.prefilling.values()]] = False
-            idle &= ~(rows.decoding & (rows.planned_len == self.state.memory.allocated_len))
-        for row in np.flatnonzero(idle & (now - rows.last_progress > patience)).tolist():
+            may_go = self.config.mixed_steps & (rows.planned_len < self.state.memory.allocated_len)
+            idle &= may_go | ~rows.decoding
+        for row in np.flatnonzero(idle & (now - rows.last_progress > limit)).tolist():
             self._fail_as_stuck(rows.requests[row], now - rows.last_progress[row])
         head = self.state.waiting.head()
-        if head is not None and not self.state.running and now - self._last_progress > patience:
+        if head is not None and not self.state.running and now - self._last_progress > limit:
             self._fail_as_stuck(head, now - self._last_progress)
 
     def _fail_as_stuck(self, request: Request, seconds: float) -> None:
@@ -205,7 +207,8 @@ class Scheduler:
             raise EngineError(f"step {plan.step_id}: result of shape {outcomes.shape} for {len(plan.rows)} rows")
         rows.committed_step = plan.step_id
         status = outcomes[:, 1]
-        rows.last_progress[plan.rows] = now = self._clock()
+        now = self._clock()
+        rows.last_progress[plan.rows] = self.state.patience
         alive = rows.generation[plan.rows] == plan.generations
         if plan.chunks:
             self._commit_chunks(plan, alive.tolist(), status.tolist(), now)

@@ -18,6 +18,9 @@ from jaxoverlap.scheduler.row_table import RowTable
 from jaxoverlap.scheduler.samples import HeldSamples
 from jaxoverlap.scheduler.waiting_queue import WaitingQueue
 
+_DEADLINES = 1000
+"""Of finished requests that are kept at least, so that looking for them is rare."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -57,7 +60,10 @@ class SchedulerState:
         self.prefilling: dict[int, Request] = {}
         """Of the running, those whose known tokens are not all launched."""
         self.deadlines: list[tuple[float, int]] = []
+        """A heap of times and request ids, those of finished requests among them."""
         self.counters = Counters()
+        self.patience = 0.0
+        """Seconds that have passed for who waits for progress; not while the caller was away."""
 
     def find(self, request_id: int) -> Request | None:
         return self.waiting.get(request_id) or self.running.get(request_id) or self.held.get(request_id)
@@ -86,8 +92,12 @@ class SchedulerState:
         return len(self.waiting) + len(self.held)
 
     def set_deadline(self, request: Request) -> None:
-        if request.deadline is not None:
-            heapq.heappush(self.deadlines, (request.deadline, request.request_id))
+        if request.deadline is None:
+            return
+        heapq.heappush(self.deadlines, (request.deadline, request.request_id))
+        if len(self.deadlines) > 2 * (self.num_waiting + len(self.running)) + _DEADLINES:
+            self.deadlines = [entry for entry in self.deadlines if self.find(entry[1]) is not None]
+            heapq.heapify(self.deadlines)
 
     def overdue(self, now: float) -> list[Request]:
         """Unfinished requests whose deadline has passed; each is named once."""
@@ -116,7 +126,7 @@ class SchedulerState:
         if cached is None:
             return False
         self.waiting.remove(request)
-        self.rows.take(row, request, cached, promised, now)
+        self.rows.take(row, request, cached, promised, self.patience)
         request.row = row
         request.extend_ids = tokens
         request.status = RequestStatus.RUNNING

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.errors import ConfigError, UnsupportedError
-from jaxoverlap.runtime import compile_cache
+from jaxoverlap.runtime import compile_cache, container
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.executables import SampleShape
 from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
@@ -45,6 +45,41 @@ def test_a_gpu_with_nothing_left_says_what_to_change():
 
 def test_on_a_cpu_the_pool_is_modest():
     assert 0 < kv_memory_bytes(EngineConfig(), jax.devices("cpu")[0]) <= CPU_BUDGET_BYTES
+
+
+V2 = {"proc/self/cgroup": "0::/pod/c\n", "sys/fs/cgroup/pod/c/memory.max": "max\n"}
+V1 = {"proc/self/cgroup": "9:cpu:/\n4:memory:/docker/abc\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        (V2, None),
+        (V2 | {"sys/fs/cgroup/pod/memory.max": "5000", "sys/fs/cgroup/pod/memory.current": "1200"}, 3800),
+        # In a container of its own the path begins at it, or is one of the host's that is not there.
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "900", "sys/fs/cgroup/memory.current": "950"}, 0),
+        (
+            V1
+            | {
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096",
+                "sys/fs/cgroup/memory/memory.usage_in_bytes": "3096",
+                "sys/fs/cgroup/memory/memory.stat": "cache 700\ntotal_inactive_file 500\n",
+            },
+            1500,
+        ),
+    ],
+)
+def test_a_container_leaves_what_its_limit_and_its_use_say(tmp_path, files, left):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert container.available_bytes(tmp_path) == left
+
+
+def test_a_small_container_gets_a_small_pool(monkeypatch):
+    monkeypatch.setattr(container, "available_bytes", lambda: 2 * GIB)
+    assert kv_memory_bytes(EngineConfig(), jax.devices("cpu")[0]) == GIB // 2
 
 
 def test_no_more_pages_than_all_rows_can_use():
@@ -112,6 +147,17 @@ def test_the_number_of_executables_is_bounded_by_the_documented_formula(max_runn
     config = scheduler_config(max_running=max_running, max_batched_tokens=budget)
     shapes = list(Buckets(config, min_prefill_tokens=least))
     assert len(shapes) == len(set(shapes)) <= math.log2(max_running) + 2 + prefill + mixed
+
+
+def test_a_cache_folder_that_nobody_asked_for_and_that_can_not_be_used_is_done_without(tmp_path, monkeypatch, caplog):
+    blocked = tmp_path / "file"
+    blocked.touch()
+    monkeypatch.setattr(compile_cache, "jax", SimpleNamespace(config=SimpleNamespace()))  # which was told of no folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    assert compile_cache.enable(None) is None
+    assert "compile_cache: off" in caplog.text and "Not a directory" in caplog.text
+    with pytest.raises(ConfigError, match=r"compile_cache: .*file/xla can't be used"):
+        compile_cache.enable(blocked / "xla")
 
 
 def test_a_second_start_finds_its_steps_compiled(tmp_path):

@@ -157,6 +157,19 @@ def test_a_queue_of_preempted_requests_alone_still_takes_newcomers():
     harness.run()
 
 
+def test_deadlines_of_finished_requests_are_not_kept_for_ever():
+    harness = Harness(check_every=None)
+    for i in range(3000):
+        harness.submit([i % 90], max_tokens=1, options=RequestOptions(timeout=1e9))
+        if i % 8 == 0:
+            harness.run()
+            harness.requests.clear()
+    assert len(harness.scheduler.state.deadlines) < 1100
+    last = harness.submit([1], max_tokens=30, ignore_eos=True, options=RequestOptions(timeout=0.5))
+    harness.run()
+    assert last.finish_reason == FinishReason.LENGTH
+
+
 # -------------------------------------------------------------------- the scan for requests that hang
 
 
@@ -249,3 +262,28 @@ def test_a_prompt_set_aside_for_more_urgent_ones_is_not_stuck():
     while harness.engine.has_work:
         go_on(harness, 0.1)
     assert all(request.finish_reason.as_asked for request in harness.requests)
+
+
+@pytest.mark.parametrize("mixed_steps", [True, False])
+def test_nobody_set_aside_is_stuck_because_the_process_was_stopped_with_a_step_in_flight(mixed_steps):
+    settings = {"mixed_steps": mixed_steps}
+    harness = Harness(max_batched_tokens=32, num_pages=200, lookahead=1, settings=settings)
+    harness.submit([1] * 30, max_tokens=40, ignore_eos=True, options=RequestOptions(priority=1))
+    harness.submit([3] * 200, max_tokens=4, options=RequestOptions(priority=1))
+    go_on(harness, 0.2, step=0.02)
+    harness.submit([2] * 200, max_tokens=4)
+    go_on(harness, 0.06, step=0.02)
+    assert harness.engine.loop.in_flight
+    harness.now += 61.0
+    harness.run()
+    assert all(request.finish_reason.as_asked for request in harness.requests)
+
+
+def test_rows_that_wait_for_many_prompts_are_not_stuck():
+    settings = {"mixed_steps": False, "max_decode_wait": 1e9, "stuck_after": 2.0}
+    harness = Harness(max_batched_tokens=32, num_pages=500, max_running=20, lookahead=0, settings=settings)
+    for i in range(20):
+        harness.submit([i] * 200, max_tokens=4, ignore_eos=True)
+    while harness.engine.has_work:
+        go_on(harness, 0.1)
+    assert {request.finish_reason for request in harness.requests} == {FinishReason.LENGTH}

@@ -36,6 +36,32 @@ def row_of_prompts(harness: Harness, count: int, length: int) -> list[Request]:
 # -------------------------------------------------------------------- prompts and decoding rows share the device
 
 
+def steps_of_long_prompts(count: int) -> int:
+    """Steps until so many, which come at once beside a decoding row, are through."""
+    settings = {"max_mixed_tokens": 64, "context_per_token": 200.0, "prefix_cache": False, "max_prompt_wait": 0.3}
+    harness = Harness(num_pages=2000, max_model_len=2048, check_every=None, settings=settings)
+    harness.submit([1], max_tokens=2000, ignore_eos=True)
+    go_on(harness, 2)
+    began = len(harness.plans)
+    long = [harness.submit([2 + i] * 1500, max_tokens=1) for i in range(count)]
+    turns: dict[int, list[int]] = {request.request_id: [] for request in long}
+    while any(request.finish_reason is None for request in long):
+        go_on(harness)
+        for chunk in harness.plans[-1].chunks:
+            turns[chunk.request.request_id].append(len(harness.plans))
+    for seen in turns.values():
+        assert np.diff(seen).max(initial=0) <= count, "somebody under way had no turn"
+    taken = len(harness.plans) - began
+    harness.engine.abort(harness.requests[0])
+    harness.run()
+    return taken
+
+
+def test_long_prompts_that_come_together_take_no_longer_than_one_after_the_other():
+    """Shared by all of them, the budget of a step would be eaten up by reading what is before each chunk."""
+    assert steps_of_long_prompts(4) <= 1.1 * 4 * steps_of_long_prompts(1)
+
+
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("max_decode_wait", [0.15, 0.3, 1.0])
 def test_a_decoding_row_waits_for_prompts_no_longer_than_it_may(lookahead, max_decode_wait):
@@ -305,6 +331,24 @@ def test_the_longest_cached_prefix_goes_first_as_long_as_the_head_has_patience()
     assert 2.0 <= cold.admit_time - cold.arrival_time <= 2.0 + 3 * STEP
     assert whole[-1].admit_time > cold.admit_time
     assert half.admit_time - half.arrival_time <= 2.0 + 6 * STEP
+
+
+def test_the_prefixes_of_the_queue_are_not_looked_up_again_while_nothing_changes(monkeypatch):
+    settings = {"cache_aware_order": True, "max_prompt_wait": 1e9}
+    harness = Harness(num_pages=10, max_running=8, settings=settings)
+    harness.submit([1] * 100, max_tokens=60, ignore_eos=True)
+    go_on(harness, 8)
+    for i in range(6):
+        harness.submit([1] * 90 + [i], max_tokens=2, ignore_eos=True)
+    go_on(harness, 2)
+    cache, looked_up = harness.scheduler.state.memory.cache, []
+    match = cache.match
+    monkeypatch.setattr(cache, "match", lambda *given: looked_up.append(0) or match(*given))
+    pages = cache.num_pages
+    go_on(harness, 10)
+    assert cache.num_pages == pages and harness.scheduler.num_waiting == 6
+    assert not looked_up
+    harness.run()
 
 
 def test_a_higher_priority_and_a_preempted_request_go_before_a_longer_prefix():

@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxoverlap.scheduler.policy import (
+    PromptView,
     RunningView,
     StepKind,
     StepView,
+    choose_sharers,
     choose_step,
     choose_victims,
     chunk_cost,
@@ -59,6 +61,26 @@ def test_the_cost_of_a_chunk_is_its_tokens_and_what_they_read():
     assert chunk_cost(10, 0, 100.0) == chunk_cost(10, 500, None) == 10
     assert chunk_cost(10, 200, 100.0) - 10 == pytest.approx(2 * (chunk_cost(10, 100, 100.0) - 10))
     assert 1 < chunk_cost(1, 100, 100.0) - chunk_cost(0, 100, 100.0) == 2 < chunk_cost(0, 100, 100.0)
+
+
+prompts = st.lists(st.builds(PromptView, st.integers(1, 900), st.integers(0, 9000), st.integers(-1, 9)), max_size=9)
+
+
+@given(prompts, st.floats(1, 300), st.none() | st.floats(1, 2000))
+def test_prompts_share_a_budget_as_long_as_each_gets_a_worthwhile_chunk(prompts, budget, context_per_token):
+    chosen = choose_sharers(prompts, budget, context_per_token)
+    share = budget / max(1, len(chosen))
+    for index in chosen:
+        remaining, start, _ = prompts[index]
+        length = chunk_len(remaining, start, share, context_per_token)
+        assert length >= min(remaining, int(max(1, share)), 8)
+        assert chunk_cost(length, start, context_per_token) <= max(1, share) * (1 + 1e-9)
+    assert [prompts[i].remaining for i in chosen] == sorted(prompts[i].remaining for i in chosen)
+    waiting = [prompt.last_step for index, prompt in enumerate(prompts) if index not in chosen]
+    if chosen and waiting:
+        assert max(prompts[index].last_step for index in chosen) <= min(waiting), "the others had their turn later"
+    if context_per_token is None:
+        assert len(chosen) == len(prompts)
 
 
 def test_a_promise_covers_what_is_known_and_doubles_three_times_and_never_exceeds_what_can_be_needed():

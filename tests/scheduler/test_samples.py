@@ -7,20 +7,15 @@ import pytest
 
 from jaxoverlap.errors import QueueFullError
 from jaxoverlap.outputs import FinishReason
-from jaxoverlap.request import RequestOptions, RequestStatus
-from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.request import DEFAULT_OPTIONS, RequestOptions, RequestStatus
 from tests.harness import Harness
 
 PROMPT = list(range(1, 41))
 
 
-def submit(harness: Harness, prompt=PROMPT, options=None, **sampling):
-    params = SamplingParams(**({"temperature": 0.0, "seed": 1, "n": 4, "max_tokens": 5, "ignore_eos": True} | sampling))
-    requests = harness.engine.add_samples(prompt, params, options or RequestOptions())
-    for request in requests:
-        harness.requests.append(request)
-        harness.delivered[request.request_id], harness.terminal[request.request_id] = [], 0
-    return requests
+def submit(harness: Harness, prompt=PROMPT, options=DEFAULT_OPTIONS, **sampling):
+    wanted = {"n": 4, "max_tokens": 5, "ignore_eos": True} | sampling
+    return harness.submit_samples(prompt, options=options, **wanted)
 
 
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
