@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxoverlap.errors import InvalidRequestError
 
+_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
 
 def check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
     """A finite number in [low, high], or (low, high]."""
@@ -20,6 +22,13 @@ def check_real(name: str, value: Any, low: float, high: float, allowed: str, *, 
         good = False
     if not good or not low <= value <= high or (low_open and value == low):
         raise InvalidRequestError(name, value, f"use {allowed}")
+
+
+def check_float32(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
+    """As `check_real`, for the device, which would take a number beyond float32's normal ones for 0 or infinity."""
+    check_real(name, value, low, high, allowed, low_open=low_open)
+    if value != 0 and not _SMALLEST <= abs(float(value)) <= _LARGEST:
+        raise InvalidRequestError(name, value, "use a number that a 32-bit float can hold, from 1.2e-38 to 3.4e38")
 
 
 def check_int(name: str, value: Any, low: int, high: int, allowed: str) -> None:

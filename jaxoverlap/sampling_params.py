@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxoverlap.checks import check_bool, check_ids, check_int, check_real
+from jaxoverlap.checks import check_bool, check_float32, check_ids, check_int
 from jaxoverlap.errors import InvalidRequestError, UnsupportedError
 
 GREEDY_BELOW = 1e-5
@@ -133,13 +133,13 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
-        check_real("temperature", self.temperature, 0.0, math.inf, "a finite number ≥ 0")
-        check_real("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]", low_open=True)
-        check_real("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
+        check_float32("temperature", self.temperature, 0.0, math.inf, "a finite number ≥ 0")
+        check_float32("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]", low_open=True)
+        check_float32("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
         check_int("top_k", self.top_k, -1, 2**31 - 1, "-1 or 0 (off) or an integer from 1 to 2**31 - 1")
-        check_real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a number above 0", low_open=True)
+        check_float32("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "a number above 0", low_open=True)
         for name in ("presence_penalty", "frequency_penalty"):
-            check_real(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
+            check_float32(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1, or leave it out")
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
@@ -244,6 +244,6 @@ def _check_bias(bias: Any) -> dict[int, float]:
         # JSON's keys are texts.
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
         check_int(f"logit_bias[{key!r}]", token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
-        check_real(f"logit_bias[{key!r}]", value, -100.0, 100.0, "a number from -100 to 100")
+        check_float32(f"logit_bias[{key!r}]", value, -100.0, 100.0, "a number from -100 to 100")
         checked[int(token_id)] = float(value)
     return checked

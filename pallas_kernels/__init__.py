@@ -288,11 +288,11 @@ def draw_tokens(
 
     In this order, as in Hugging Face transformers: temperature; top-k; top-p (Holtzman et al. 2019, arXiv:1904.09751)
     of what top-k leaves; min-p (Nguyen et al. 2024, arXiv:2407.01082), relative to the most probable token. Ties with
-    the last that is kept are kept too.
+    the last that is kept are kept too, and the most probable token is kept in any case.
 
     Args:
       logits: float32 [B, V]; minus infinity is never drawn.
-      highest: float32 [B], their maxima, finite in rows that draw.
+      highest: float32 [B], their maxima; where one is not finite, the row's token means nothing, but is an id.
       temperature, top_p, min_p: float32 [B]; top_k: int32 [B], below 1 is off.
       uniform: float32 [B] in [0, 1).
       draws: bool [B].

@@ -71,7 +71,8 @@ def _top_p_threshold(order: jax.Array, weights: jax.Array, top_p: jax.Array, dra
     limited = draws & (top_p < 1.0)
 
     def search() -> jax.Array:
-        mass = top_p * jnp.sum(weights, axis=-1)
+        # Never 0, which the empty set has too: the highest is always kept.
+        mass = jnp.maximum(top_p * jnp.sum(weights, axis=-1), jnp.finfo(jnp.float32).tiny)
 
         def mass_remains(threshold: jax.Array) -> jax.Array:
             return jnp.sum(jnp.where(order >= threshold[:, None], weights, 0.0), axis=-1) >= mass

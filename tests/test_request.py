@@ -50,7 +50,20 @@ def test_a_bad_value_names_field_value_and_what_is_allowed(field, value):
     assert str(caught.value).startswith(field)
 
 
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
+@pytest.mark.parametrize("value", [1e-39, 1e-46, np.float32(1e-40), np.float64(1e39), 10**39, 10**400])
+def test_a_number_that_a_32_bit_float_can_not_hold_is_refused(field, value):
+    with pytest.raises(InvalidRequestError, match=f"^{field}: "):
+        SamplingParams(**{field: value})
+    with pytest.raises(InvalidRequestError, match="logit_bias"):
+        SamplingParams(logit_bias={3: value})
+
+
 def test_the_edges_are_allowed():
+    smallest, largest = 2.0**-126, float(np.finfo(np.float32).max)
+    for value in (smallest, largest, np.float16(0.5), 10**38):
+        SamplingParams(temperature=value, repetition_penalty=value)
+    SamplingParams(top_p=smallest, min_p=smallest, presence_penalty=-smallest, frequency_penalty=0, logit_bias={1: 0})
     SamplingParams(temperature=0, top_p=1e-9, top_k=-1, min_p=1, seed=2**64 - 1, max_tokens=1, stop_token_ids=[0])
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=np.array([1, 2]))
 

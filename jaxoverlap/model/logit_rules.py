@@ -62,7 +62,9 @@ def apply_rules(
     logits = penalise(
         logits, counts, params["repetition_penalty"], params["presence_penalty"], params["frequency_penalty"]
     )
-    logits = jnp.where(params["has_bias"][:, None] != 0, logits + bias, logits)
+    # What is forbidden stays so, also where a penalty has overflowed to infinity.
+    biased = jnp.where(bias > -jnp.inf, logits + bias, -jnp.inf)
+    logits = jnp.where(params["has_bias"][:, None] != 0, biased, logits)
     # A fifth of the time that repeating each word 32 times takes on a CPU.
     bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
     may_come = bits.reshape(allowed.shape[0], -1)[:, : logits.shape[-1]] != 0

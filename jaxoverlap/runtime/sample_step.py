@@ -89,7 +89,8 @@ def sample(
     status = jnp.where(num_outputs >= params["max_outputs"], RowStatus.LENGTH, RowStatus.RUNNING)
     status = jnp.where(jnp.any(tokens[:, None] == params["stop_ids"], axis=-1), RowStatus.STOP, status)
     status = jnp.where(highest > -jnp.inf, status, RowStatus.NO_TOKEN)
-    status = jnp.where(usable(ready.logits), status, RowStatus.BAD_LOGITS)
+    # Rules make no NaN of sound logits, but a repetition penalty can make infinity of one.
+    status = jnp.where(usable(ready.logits) & (highest < jnp.inf), status, RowStatus.BAD_LOGITS)
     status = jnp.where(publishes, status, RowStatus.VOID).astype(jnp.int32)
 
     state = replace(

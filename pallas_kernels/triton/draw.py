@@ -21,6 +21,8 @@ from pallas_kernels.tuning import power_of_two
 
 BLOCK = 4096
 _BELOW_ONE = 1 - 2**-23
+_SMALLEST = 2.0**-126
+"""The smallest float32 that nothing takes for 0."""
 _LOWEST = -(2**31)
 
 
@@ -91,7 +93,8 @@ def _kernel(
             return kept(x, _ordered_bits(x))
 
         limited = top_p < 1.0
-        mass = top_p * total(all_kept, jnp.where(limited, jnp.int32(blocks), jnp.int32(0)))
+        # Never 0, which the empty set has too: the highest is always kept.
+        mass = jnp.maximum(top_p * total(all_kept, jnp.where(limited, jnp.int32(blocks), jnp.int32(0))), _SMALLEST)
         nucleus = threshold(kept, mass, limited)
 
         def weights(index: jax.Array) -> jax.Array:
@@ -112,6 +115,7 @@ def _kernel(
 
         start = (jnp.float32(0), jnp.int32(-1), jnp.float32(0))
         _, block_found, before = lax.fori_loop(0, blocks, find, start)
+        block_found = jnp.maximum(block_found, 0)  # weights of a row without a highest logit are NaN: none is found
         there = weights(block_found)
 
         def set_bit(turn: jax.Array, below: jax.Array) -> jax.Array:

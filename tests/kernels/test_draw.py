@@ -86,6 +86,25 @@ def test_a_row_depends_on_itself_alone(implementation):
         assert alone[0] == together[row]
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("top_p", [1e-37, 1e-40, 1e-50, 0.0])
+def test_the_most_probable_is_kept_however_small_top_p_is(implementation, top_p):
+    logits = np.full((3, 64), -np.inf, np.float32)
+    logits[:, 7:10] = [[0, 2, 1], [3, 2, 1], [-1e30, -2e30, 3e-40]]
+    tokens = draw(implementation, logits, temperature=1, top_k=0, top_p=top_p, min_p=0, uniform=0.99)
+    assert tokens.tolist() == [8, 7, 9]
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_without_a_highest_logit_gives_an_id_and_disturbs_no_other(implementation, bad):
+    logits = np.zeros((2, 300), np.float32)
+    logits[0] = bad
+    logits[1, 299] = 50.0
+    tokens = draw(implementation, logits, temperature=1, top_k=5, top_p=0.9, min_p=0.1, uniform=0.5)
+    assert 0 <= tokens[0] < 300 and tokens[1] == 299
+
+
 def test_an_implementation_that_is_none_is_refused():
     with pytest.raises(ValueError, match="implementation: got 'sort'"):
         draw("sort", np.zeros((1, 8)), temperature=1, top_k=0, top_p=1, min_p=0, uniform=0)

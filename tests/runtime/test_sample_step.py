@@ -164,6 +164,19 @@ def test_bad_logits_end_their_row_only_whatever_its_rules(bad):
     assert rows.step()[:, 1].tolist() == [RowStatus.BAD_LOGITS, RowStatus.RUNNING]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_ends_its_row_only(temperature):
+    wish = SamplingParams(temperature=temperature, seed=1, repetition_penalty=2e-38)
+    rows = FixedLogits([[3.0, 50.0]] * 2, [wish, greedy()])  # id 1 is in the prompts
+    assert rows.step()[:, 1].tolist() == [RowStatus.BAD_LOGITS, RowStatus.RUNNING]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_banned_id_does_not_come_where_its_penalty_overflows(temperature):
+    wish = SamplingParams(temperature=temperature, seed=1, repetition_penalty=2e-38, banned_token_ids=[B])
+    assert FixedLogits([[3.0, 50.0]], [wish]).step().tolist() == [[A, RowStatus.RUNNING]]
+
+
 def test_a_step_with_rules_for_nobody_is_the_plain_step():
     wishes = [greedy(), SamplingParams(temperature=1.3, seed=5), SamplingParams(top_p=0.8, seed=6)]
     logits = np.random.default_rng(0).normal(size=(3, V)).tolist()
