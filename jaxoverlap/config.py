@@ -81,7 +81,8 @@ class EngineConfig:
       deterministic: the tokens and log-probabilities of a request are bit for bit the same whatever its neighbours, its
         chunks, the schedule, the cache and preemption, on the same device: every step has the same shape, and prompts
         attend as decoding rows do. Slower, for prompts above all.
-      max_queue: requests that may wait without having run; None is no limit.
+      max_queue: requests that may wait without having run; None is no limit. Beyond it a server refuses, and callers of
+        an `LLM` are held back.
       attention: who computes it: "xla"; "triton", kernels for NVIDIA GPUs, which a CPU only interprets, for tests;
         "mosaic", kernels for Hopper GPUs, refused at start elsewhere; "auto" takes what suits the device and the model.
       watchdog_seconds: how much longer than expected a step may take before the state of the pipeline, the last steps

@@ -20,7 +20,7 @@ from jaxoverlap.engine.build import build_engine
 from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.shared import SharedEngine
 from jaxoverlap.engine.watchdog import Watchdog
-from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError
+from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError, QueueFullError
 from jaxoverlap.observe.chrome_trace import to_chrome
 from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
@@ -289,7 +289,12 @@ class LLM:
         self, prompt: Prompt, ids: np.ndarray, params: SamplingParams, options: RequestOptions
     ) -> Iterator[StreamDelta]:
         self.warm_up()
-        collector = self._shared.add(prompt, ids, params, options, deque(), streams=True)
+        while True:
+            try:
+                collector = self._shared.add(prompt, ids, params, options, deque(), streams=True)
+                break
+            except QueueFullError:
+                self._shared.step()
         try:
             while True:  # looks before it steps: another stream's steps may have brought this one on, or to its end
                 while collector.deltas:
@@ -336,8 +341,9 @@ class LLM:
                 yield from self._enter(entering, running, finished)
                 if not running and not shared.queue_is_full:
                     if entering:
-                        compiling = [given.compiling for given in entering.values() if given.compiling is not None]
-                        wait(compiling, return_when=FIRST_COMPLETED)
+                        if not any(given.is_ready for given in entering.values()):
+                            compiling = [given.compiling for given in entering.values() if given.compiling is not None]
+                            wait(compiling, return_when=FIRST_COMPLETED)
                     elif exhausted:
                         return
                     continue
@@ -354,22 +360,27 @@ class LLM:
     ) -> Iterator[tuple[int, JaxOverlapError]]:
         """Takes what is ready into the engine as long as its queue has room; yields what is refused."""
         for index, given in list(entering.items()):
-            if not given.is_ready or self._shared.queue_is_full:
+            if not given.is_ready:
                 continue
+            refused = given.error
+            if refused is None:
+                assert not isinstance(given.ids, JaxOverlapError)
+                if self._shared.queue_is_full:
+                    continue
+                try:
+                    collector = self._shared.add(
+                        given.prompt, given.ids, given.params, given.options, finished, compiled=given.compiled
+                    )
+                    running[collector] = index
+                except QueueFullError:  # another thread was quicker
+                    continue
+                except EngineError:
+                    raise
+                except JaxOverlapError as error:
+                    refused = error
             del entering[index]
-            try:
-                if isinstance(given.ids, JaxOverlapError):
-                    raise given.ids
-                compiled = given.compiling.result() if given.compiling is not None else None
-                collector = self._shared.add(
-                    given.prompt, given.ids, given.params, given.options, finished, compiled=compiled
-                )
-            except EngineError:
-                raise
-            except JaxOverlapError as error:
-                yield index, error
-                continue
-            running[collector] = index
+            if refused is not None:
+                yield index, refused
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -390,3 +401,15 @@ class _Input:
     @property
     def is_ready(self) -> bool:
         return self.compiling is None or self.compiling.done() or isinstance(self.ids, JaxOverlapError)
+
+    @property
+    def error(self) -> JaxOverlapError | None:
+        """Of one that is ready: why it can't go."""
+        if isinstance(self.ids, JaxOverlapError):
+            return self.ids
+        return None if self.compiling is None else self.compiling.exception()  # type: ignore[return-value]
+
+    @property
+    def compiled(self) -> CompiledConstraint | None:
+        """Of one that can go."""
+        return None if self.compiling is None else self.compiling.result()

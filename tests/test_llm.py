@@ -312,6 +312,42 @@ def test_a_bounded_queue_holds_callers_back_instead_of_refusing_them(monkeypatch
         assert sum(1 for _ in llm.generate_each(([i], GREEDY) for i in range(30))) == 30
 
 
+def test_a_bounded_queue_holds_back_callers_in_threads_too(monkeypatch):
+    monkeypatch.setattr(llm_module, "build_engine", toy_build)
+    results: list[object] = []
+    with LLM(max_running=2, max_queue=1, progress=False) as llm:
+        llm.runner.step_seconds = 0.0003
+
+        def work(index):
+            try:
+                for _ in range(5):
+                    results.append([output.token_ids for output in llm.generate([[index]] * 3, GREEDY)])
+                    each = dict(llm.generate_each([([index], GREEDY)] * 3))
+                    results.append([each[i].token_ids for i in range(3)])
+                    streams = [llm.stream([index], GREEDY) for _ in range(3)]
+                    results.append([[i for delta in stream for i in delta.token_ids] for stream in streams])
+            except Exception as error:
+                results.append(error)
+
+        threads = [threading.Thread(target=work, args=(1,)) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert results == [[oracle([1], 6, (), salt=1)[0]] * 3] * (6 * 5 * 3)
+
+
+def test_a_stream_waits_for_room_in_the_queue(monkeypatch):
+    monkeypatch.setattr(llm_module, "build_engine", toy_build)
+    with LLM(max_running=2, max_queue=1, progress=False) as llm:
+        streams = [llm.stream([i], GREEDY) for i in range(8)]
+        deltas = [[next(stream)] for stream in streams]
+        for stream, first in zip(streams, deltas, strict=True):
+            first += stream
+        ids = [[i for delta in several for i in delta.token_ids] for several in deltas]
+        assert ids == [oracle([i], 6, (), salt=1)[0] for i in range(8)]
+
+
 def test_a_snapshot_can_be_taken_while_a_stream_runs(llm):
     stream = llm.stream([1] * 20, GREEDY)
     next(stream)

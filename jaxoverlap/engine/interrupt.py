@@ -11,9 +11,10 @@ from typing import Any
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Holds a Ctrl-C back until the block is done, then raises KeyboardInterrupt. A second one is not held back.
+    """Holds Ctrl-C back, however often it comes, until the block is done or has failed, then raises KeyboardInterrupt.
 
-    Only the main thread gets signals; elsewhere, and where the program has its own handler, this does nothing.
+    The block should be short. Only the main thread gets signals; elsewhere, and where the program has its own handler
+    (or a block around this one is doing the same), this does nothing.
     """
     in_main = threading.current_thread() is threading.main_thread()
     if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -23,8 +24,6 @@ def interrupt_deferred() -> Iterator[None]:
 
     def note(signum: int, frame: Any) -> None:
         nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
         interrupted = True
 
     signal.signal(signal.SIGINT, note)
@@ -32,5 +31,5 @@ def interrupt_deferred() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if interrupted:
-        raise KeyboardInterrupt
+        if interrupted:
+            raise KeyboardInterrupt

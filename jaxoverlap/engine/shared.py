@@ -2,13 +2,18 @@
 
 Whoever waits for a token steps the engine, and steps it for all: what a step commits goes to the collectors of all
 callers, wherever they are. A caller that finds its own progress made by somebody else's steps does not step at all.
+
+Nothing here is ever half done. Ctrl-C waits until an engine is between two steps. Who leaves in the middle of one (a
+stream that the garbage collector finds) is let go at its end. What stops a step half way all the same, ends the engine:
+what it had committed is lost, and who waits for it would wait forever.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -37,6 +42,10 @@ class SharedEngine:
         self.lock = threading.RLock()
         self.is_closed = False
         self._tokenizer = tokenizer
+        self._stopped_by: BaseException | None = None
+        self._is_busy = False
+        self._leaving: deque[PromptCollector] = deque()
+        """To be let go when the engine is not busy."""
         self._callers: dict[int, tuple[PromptCollector, deque[PromptCollector]]] = {}
         """By request id: who collects it, and where that goes when it is finished."""
 
@@ -71,28 +80,62 @@ class SharedEngine:
         Raises:
           InvalidRequestError, QueueFullError: as `Engine.add_samples`.
           EngineError: it is closed, or the engine has failed.
+          KeyboardInterrupt: Ctrl-C; nothing is queued.
         """
         hidden_stops(self._tokenizer, sampling)
         if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
-        with self.lock:
-            self.check_open()
-            requests = self.engine.add_samples(prompt_ids, sampling, options, compiled)
-            collector = PromptCollector(prompt, requests, self._tokenizer, streams=streams)
-            for request in requests:
-                self._callers[request.request_id] = (collector, finished)
-            return collector
+        collector = None
+        try:
+            with self.lock, interrupt_deferred():
+                self.check_open()
+                with self._busy():
+                    requests = self.engine.add_samples(prompt_ids, sampling, options, compiled)
+                    collector = PromptCollector(prompt, requests, self._tokenizer, streams=streams)
+                    for request in requests:
+                        self._callers[request.request_id] = (collector, finished)
+        except KeyboardInterrupt:
+            if collector is not None:
+                self.leave([collector])
+            raise
+        return collector
 
     def step(self) -> int:
-        """One step of the engine, for all callers. Returns the number of new tokens."""
-        with self.lock:
+        """One step of the engine, for all callers. Returns the number of new tokens.
+
+        Raises:
+          EngineError: it is closed, or the engine has failed, now or before.
+          KeyboardInterrupt: Ctrl-C; the step is done.
+        """
+        with self.lock, interrupt_deferred():
             self.check_open()
-            with interrupt_deferred():
+            return self._step()
+
+    def _step(self) -> int:
+        try:
+            with self._busy():
                 output = self.engine.step()
                 for request in (*output.requests, *output.finished):
                     self._collect(request)
                 self.engine.loop.watch.end("detokenize")
-            return len(output.token_ids)
+        except EngineError:
+            raise
+        except BaseException as error:
+            self._stopped_by = error
+            if isinstance(error, Exception):
+                self.check_open()
+            raise
+        return len(output.token_ids)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
+        if self._leaving:
+            self._let_go()
 
     def _collect(self, request: Request) -> None:
         if request.request_id not in self._callers:
@@ -108,16 +151,20 @@ class SharedEngine:
 
     def leave(self, collectors: Iterable[PromptCollector]) -> None:
         """Aborts what is unfinished of a call that ends, and brings home what nobody else would."""
-        with self.lock:
-            if self.is_closed or self.engine.has_failed:
+        with interrupt_deferred(), self.lock:
+            self._leaving.extend(collectors)
+            if self._is_busy or self.is_closed or self._stopped_by is not None or self.engine.has_failed:
                 return
-            for collector in collectors:
-                for sample in collector.samples:
-                    self._callers.pop(sample.request.request_id, None)
-                    self.engine.abort(sample.request)
+            self._let_go()
             # Steps in flight still hold rows and pages; if others are waiting, they will read them.
             while self.engine.has_work and not self._callers:
-                self.engine.step()
+                self._step()
+
+    def _let_go(self) -> None:
+        while self._leaving:
+            for sample in self._leaving.popleft().samples:
+                self._callers.pop(sample.request.request_id, None)
+                self.engine.abort(sample.request)
 
     def close(self) -> bool:
         """Forgets all callers. False when it was closed before."""
@@ -129,3 +176,6 @@ class SharedEngine:
     def check_open(self) -> None:
         if self.is_closed:
             raise EngineError("this LLM is closed")
+        if (error := self._stopped_by) is not None:
+            text = f"a step was left half done, and the engine must be restarted: {type(error).__name__}: {error}"
+            raise EngineError(text) from error

@@ -1,0 +1,181 @@
+"""One engine for several callers: nothing is left half done, whoever interrupts, leaves or fails, and when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+
+import pytest
+
+from jaxoverlap import LLM, EngineError, SamplingParams
+from jaxoverlap import llm as llm_module
+from jaxoverlap.engine.collector import PromptCollector
+from jaxoverlap.engine.interrupt import interrupt_deferred
+from tests.fakes import oracle
+from tests.test_llm import GREEDY, llm, toy_build  # noqa: F401
+
+LONG = SamplingParams(temperature=0, seed=1, max_tokens=100, ignore_eos=True)
+
+
+def press_ctrl_c(times=1):
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def before(owner, name, action, when=lambda *arguments: True):
+    """Does something, once, before a method is called."""
+    method = getattr(owner, name)
+    done = []
+
+    def wrapped(*arguments):
+        if not done and when(*arguments):
+            done.append(True)
+            action()
+        return method(*arguments)
+
+    setattr(owner, name, wrapped)
+
+
+def assert_usable(llm):  # noqa: F811
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert not llm.engine.has_work and not llm._shared.has_callers
+    assert llm.generate([5], GREEDY)[0].token_ids == oracle([5], 6, (), salt=1)[0]
+
+
+def test_ctrl_c_waits_for_the_end_however_often_it_comes():
+    done = []
+
+    def block(fails):
+        with interrupt_deferred():
+            press_ctrl_c(2)
+            done.append(True)
+            if fails:
+                raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        block(fails=False)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        block(fails=True)
+    assert len(done) == 2
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ctrl_c_while_a_stream_is_closed_leaves_no_step_half_done(llm, times):  # noqa: F811
+    stream = llm.stream([7], LONG)
+    next(stream)
+    before(llm.engine.loop.scheduler, "commit", lambda: press_ctrl_c(times))
+    with pytest.raises(KeyboardInterrupt):
+        stream.close()
+    assert_usable(llm)
+
+
+def test_ctrl_c_again_while_a_call_that_it_ended_leaves(llm):  # noqa: F811
+    leave, commit = llm._shared.leave, llm.engine.loop.scheduler.commit
+
+    def leaves(collectors):
+        before(llm.engine.loop.scheduler, "commit", lambda: press_ctrl_c(2))
+        leave(collectors)
+
+    llm._shared.leave = leaves
+    before(llm.runner, "launch", lambda: press_ctrl_c(2), when=lambda plan: plan.step_id == 5)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[i] for i in range(30)], GREEDY)
+    llm._shared.leave, llm.engine.loop.scheduler.commit = leave, commit
+    assert_usable(llm)
+
+
+def test_ctrl_c_while_a_prompt_is_added_leaves_nothing_queued(llm):  # noqa: F811
+    before(llm.engine.loop.scheduler, "add", press_ctrl_c, when=lambda request: request.prompt_ids[0] == 3)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[i] for i in range(30)], LONG)
+    assert_usable(llm)
+
+
+def test_ctrl_c_is_not_lost_where_a_prompt_is_refused(llm):  # noqa: F811
+    check = llm.engine._resolve
+
+    def interrupted(*arguments):
+        press_ctrl_c()
+        return check(*arguments)
+
+    llm.engine._resolve = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        list(llm.generate_each([([-1], GREEDY)]))
+    del llm.engine._resolve
+    assert_usable(llm)
+
+
+def test_a_step_that_a_programs_own_handler_stops_half_way_ends_the_engine(llm):  # noqa: F811
+    class Stop(BaseException):
+        pass
+
+    def stop():
+        raise Stop
+
+    before(llm.engine.loop.scheduler, "commit", stop)
+    with pytest.raises(Stop):
+        llm.generate([5], GREEDY)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="half done"):
+            llm.generate([5], GREEDY)
+    llm.close()
+
+
+def test_a_fault_in_collecting_is_told_to_all_callers(monkeypatch):
+    monkeypatch.setattr(llm_module, "build_engine", toy_build)
+    take = PromptCollector.take
+    together, results = threading.Barrier(3), []
+
+    def broken(collector, request):
+        if request.prompt_ids[0] == 2 and len(request.output_ids) > 20:
+            raise ValueError("no such text")
+        return take(collector, request)
+
+    monkeypatch.setattr(PromptCollector, "take", broken)
+    with LLM(max_running=4, progress=False) as llm:  # noqa: F811
+
+        def work(index):
+            stream = llm.stream([index], LONG)
+            next(stream)
+            together.wait(10)
+            try:
+                list(stream)
+            except EngineError as error:
+                results.append(str(error))
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+    assert len(results) == 3
+    assert all("ValueError: no such text" in text for text in results)
+
+
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_leaves_after_it(llm):  # noqa: F811
+    class Holder:
+        pass
+
+    holder, calls = Holder(), []
+    holder.stream, holder.itself = llm.stream([7], LONG), holder
+    next(holder.stream)
+    del holder
+    abort = llm.engine.abort
+    llm.engine.abort = lambda request: calls.append("abort") or abort(request)
+
+    def collect():
+        gc.collect()
+        calls.append("collected")
+
+    gc.disable()
+    try:
+        before(llm.engine.loop.scheduler, "commit", collect)
+        assert llm.generate([5], GREEDY)[0].token_ids == oracle([5], 6, (), salt=1)[0]
+    finally:
+        gc.enable()
+    assert calls[:2] == ["collected", "abort"]
+    assert_usable(llm)
