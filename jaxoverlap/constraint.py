@@ -58,7 +58,8 @@ class ConstraintCompiler(Protocol):
     def submit(self, sampling: SamplingParams) -> Future[CompiledConstraint]:
         """Compiles ``sampling.structured_output``, for these parameters; does not block.
 
-        The future raises `InvalidRequestError` for a structure that is wrong, unsatisfiable or too complex.
+        The future raises `InvalidRequestError` for a structure that is wrong, unsatisfiable or too complex,
+        `EngineError` if there is no way to compile it, and nothing else.
         """
         ...
 

@@ -47,7 +47,8 @@ class StructuredOutput:
 
     def __post_init__(self) -> None:
         check_bool("structured_output.any_json", self.any_json)
-        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = [name for name, value in values.items() if value is not None and value is not False]
         if self.json_schema is False:
             raise InvalidRequestError("structured_output.json_schema", False, "no text satisfies it; use a schema")
         if len(given) != 1:
@@ -104,6 +105,8 @@ class SamplingParams:
       prompt_logprobs: 0 … 20, the same of each prompt token but the first. None is off.
       structured_output: what the text must be.
 
+    Where nothing is asked for by default, None says the same.
+
     Raises:
       InvalidRequestError: a value of the wrong type or out of range.
     """
@@ -133,6 +136,9 @@ class SamplingParams:
     structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
+        for name in ("banned_token_ids", "stop", "stop_token_ids"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
         check_float32("temperature", self.temperature, 0.0, math.inf, "a finite number ≥ 0")
         check_float32("top_p", self.top_p, 0.0, 1.0, "a number in (0, 1]", low_open=True)
         check_float32("min_p", self.min_p, 0.0, 1.0, "a number in [0, 1]")
@@ -215,7 +221,8 @@ class SamplingParams:
 
         Raises:
           UnsupportedError: a field that engines like this one have, but not this build.
-          InvalidRequestError: an unknown field, or a bad value. A null means "not given".
+          InvalidRequestError: an unknown field, or a bad value. A null, within `structured_output` too, means "not
+            given".
         """
         names = [field.name for field in fields(cls)]
         for name, value in values.items():
@@ -232,7 +239,8 @@ class SamplingParams:
                 if name not in known:
                     allowed = f"no such field; known are {', '.join(sorted(known))}"
                     raise InvalidRequestError(f"structured_output.{name}", value, allowed)
-            given["structured_output"] = StructuredOutput(**structure)
+            stated = {name: value for name, value in structure.items() if value is not None}
+            given["structured_output"] = StructuredOutput(**stated)
         return cls(**(defaults | given))
 
 

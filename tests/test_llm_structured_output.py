@@ -88,9 +88,12 @@ def test_nothing_is_decoded_when_one_structure_is_bad(llm):
 
 def test_a_bad_structure_in_a_long_run_is_that_inputs_error_only(llm):
     inputs = [("a", params(regex="[0-9]{3}")), ("b", params(regex="(")), ("c", SamplingParams(max_tokens=3, seed=1))]
+    deep = [('{"items":' * depth + "{}" + "}" * depth) for depth in range(900, 1000)]
+    inputs += [("d", params(json_schema=schema)) for schema in deep]
     results = dict(llm.generate_each(inputs))
     assert isinstance(results[1], InvalidRequestError) and re.fullmatch("[0-9]{3}", results[0].text)
-    assert len(results) == 3
+    assert all(isinstance(results[index], InvalidRequestError) for index in range(3, len(inputs)))
+    assert len(results) == len(inputs)
 
 
 class SlowCompiler:

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxoverlap import InvalidRequestError, SamplingParams, UnsupportedError
+from jaxoverlap import InvalidRequestError, SamplingParams, StructuredOutput, UnsupportedError
 
 
 @pytest.mark.parametrize(
@@ -74,3 +74,13 @@ def test_from_dict_tells_unknown_from_not_built():
     with pytest.raises(UnsupportedError, match="bad_words"):
         SamplingParams.from_dict({"bad_words": ["x"]})
     assert SamplingParams.from_dict({"top_k": 3, "seed": None}, max_tokens=7) == SamplingParams(top_k=3, max_tokens=7)
+
+
+def test_a_null_means_not_given_wherever_it_is():
+    structure = {"json_schema": {"type": "object"}, "any_json": None, "regex": None, "grammar": None, "choices": None}
+    given = SamplingParams.from_dict({"structured_output": structure, "stop": None, "n": None})
+    assert given == SamplingParams(structured_output=StructuredOutput(json_schema={"type": "object"}))
+    with pytest.raises(InvalidRequestError, match="use exactly one of"):
+        SamplingParams.from_dict({"structured_output": {"regex": None}})
+    nothing = SamplingParams(stop=None, stop_token_ids=None, banned_token_ids=None)
+    assert nothing == SamplingParams() and (nothing.stop, nothing.stop_token_ids) == ((), ())

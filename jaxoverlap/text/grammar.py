@@ -31,6 +31,9 @@ from jaxoverlap.text.grammar_vocabulary import GrammarVocabulary
 
 MAX_GRAMMAR_CHARS = 1 << 18
 
+MAX_SCHEMA_DEPTH = 120
+"""Lists and objects within each other; llguidance's JSON reader ends a little beyond that."""
+
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 """Between JSON's tokens. Enough for an indented line; without a bound, a model may go on with spaces forever."""
 
@@ -42,26 +45,34 @@ def grammar_of(structure: StructuredOutput) -> tuple[str, str]:
     """The field that says it, and llguidance's grammar.
 
     Raises:
-      InvalidRequestError: a schema that is no JSON, or anything too long or no valid Unicode.
+      InvalidRequestError: a schema that is no JSON or nested too deeply, or anything too long or no valid Unicode.
     """
-    if structure.regex is not None:
-        field, inner = "regex", _lark(f"start: /{llguidance.regex_to_lark(_checked('regex', structure.regex))}/")
-    elif structure.grammar is not None:
-        field, inner = "grammar", _lark(_checked("grammar", structure.grammar))
-    elif structure.choices is not None:
-        escaped = [_regex_of(text) for text in structure.choices]
-        field, inner = "choices", _lark(f"start: /{'|'.join(escaped)}/")
-    elif structure.json_schema is not None:
-        field, inner = "json_schema", _json(_schema(structure.json_schema))
-    else:
-        field, inner = "any_json", _json(_ANY_OBJECT)
-    grammar = json.dumps({"grammars": [{"name": "start", "lark_grammar": f"start: @text{_EXACT_MASKS}"}, inner]})
+    try:
+        field, inner = _inner(structure)
+        grammar = json.dumps({"grammars": [{"name": "start", "lark_grammar": f"start: @text{_EXACT_MASKS}"}, inner]})
+    except RecursionError as error:  # of Python's JSON, at a depth that depends on who calls
+        raise InvalidRequestError(f"structured_output.{_SCHEMA}", structure.json_schema, _TOO_DEEP) from error
     if len(grammar) > 2 * MAX_GRAMMAR_CHARS:
         raise InvalidRequestError(f"structured_output.{field}", f"{len(grammar)} characters", _TOO_LONG)
     return field, grammar
 
 
+_SCHEMA = "json_schema"
 _TOO_LONG = f"use one of at most {MAX_GRAMMAR_CHARS} characters"
+_TOO_DEEP = f"use one of at most {MAX_SCHEMA_DEPTH} lists and objects within each other"
+
+
+def _inner(structure: StructuredOutput) -> tuple[str, dict[str, Any]]:
+    if structure.regex is not None:
+        return "regex", _lark(f"start: /{llguidance.regex_to_lark(_checked('regex', structure.regex))}/")
+    if structure.grammar is not None:
+        return "grammar", _lark(_checked("grammar", structure.grammar))
+    if structure.choices is not None:
+        escaped = [_regex_of(text) for text in structure.choices]
+        return "choices", _lark(f"start: /{'|'.join(escaped)}/")
+    if structure.json_schema is not None:
+        return _SCHEMA, _json(_schema(structure.json_schema))
+    return "any_json", _json(_ANY_OBJECT)
 
 
 def _lark(source: str) -> dict[str, Any]:
@@ -70,23 +81,38 @@ def _lark(source: str) -> dict[str, Any]:
 
 def _json(schema: Any) -> dict[str, Any]:
     """With a bound on white space, unless the schema has options of its own for it (`x-guidance`)."""
+    if schema is True:
+        schema = {}  # the same
     if isinstance(schema, dict):
         options = schema.get("x-guidance", {})
-        if isinstance(options, dict) and not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
+        if not isinstance(options, dict):
+            raise InvalidRequestError(f"structured_output.{_SCHEMA}", schema, "x-guidance is an object")
+        if not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
             schema = schema | {"x-guidance": options | {"whitespace_pattern": JSON_WHITESPACE}}
     return {"name": "text", "json_schema": schema}
 
 
 def _schema(given: str | Mapping[str, Any] | bool) -> Any:
     """As decoded JSON, whatever it was given as."""
-    field = "structured_output.json_schema"
     try:
         text = given if isinstance(given, str) else json.dumps(given, allow_nan=False, default=dict)
-        return json.loads(_checked("json_schema", text))
-    except (TypeError, ValueError, RecursionError) as error:
+        schema = json.loads(_checked(_SCHEMA, text))
+    except (TypeError, ValueError) as error:
         if isinstance(error, InvalidRequestError):
             raise
-        raise InvalidRequestError(field, given, f"use JSON: {error}") from error
+        raise InvalidRequestError(f"structured_output.{_SCHEMA}", given, f"use JSON: {error}") from error
+    if _depth(schema) > MAX_SCHEMA_DEPTH:
+        raise InvalidRequestError(f"structured_output.{_SCHEMA}", given, _TOO_DEEP)
+    return schema
+
+
+def _depth(value: Any) -> int:
+    """Lists and dicts within each other."""
+    depth, level = 0, [value]
+    while level := [each for each in level if isinstance(each, dict | list)]:
+        depth += 1
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return depth
 
 
 def _checked(name: str, text: str) -> str:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import LifoQueue
 
 import llguidance
 
 from jaxoverlap.constraint import CompiledConstraint
-from jaxoverlap.errors import EngineError, InvalidRequestError
+from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from jaxoverlap.text.grammar import GrammarConstraint, grammar_of
 from jaxoverlap.text.grammar_trial import GrammarTrial, TrialError, compile_grammar
@@ -88,17 +88,22 @@ class GrammarCompiler:
         result: Future[CompiledConstraint] = Future()
         result.set_running_or_notify_cancel()  # a caller who gives up must not hold up those who want the same
 
+        waiting = [(result, structure, sampling)]  # a cached future keeps its callbacks, and should keep no more
+
         def resolve(compiled: Future[llguidance.LLMatcher]) -> None:
+            result, structure, sampling = waiting.pop()
             try:
                 result.set_result(self._checked(compiled, field, structure, sampling))
-            except Exception as error:
-                result.set_exception(error)
+            except BaseException as error:  # the library's panics are no Exceptions
+                result.set_exception(_told(error, structure))
+                if isinstance(error, KeyboardInterrupt):
+                    raise
 
         try:
             field, grammar = grammar_of(structure)
             self._compiled(grammar).add_done_callback(resolve)
         except Exception as error:
-            result.set_exception(error)
+            result.set_exception(_told(error, structure))
         return result
 
     def close(self) -> None:
@@ -138,17 +143,31 @@ class GrammarCompiler:
         sampling: SamplingParams,
     ) -> CompiledGrammar:
         """Tries whether there is a first token, with all that the parameters say."""
-        try:
+        if compiled.cancelled():
+            raise EngineError("the engine is shutting down")
+        # Not raised again: each time would add a traceback, which holds what was asked for, to an error that is kept.
+        error = compiled.exception()
+        if error is None:
             first = GrammarConstraint(compiled.result().deep_copy(), self.vocabulary, sampling)
-        except TrialError as error:
-            refused = str(error)
-        except CancelledError as error:
-            raise EngineError("the engine is shutting down") from error
-        else:
             if not first.is_complete and first.error is None:
                 return CompiledGrammar(first)
             refused = "nothing but the empty text satisfies it" if first.is_complete else str(first.error)
+        elif isinstance(error, EngineError):
+            raise EngineError(str(error))
+        else:
+            refused = str(error) if isinstance(error, TrialError) else _not_compiled(error)
         raise InvalidRequestError(f"structured_output.{field}", getattr(structure, field), refused)
+
+
+def _told(error: BaseException, structure: StructuredOutput) -> JaxOverlapError:
+    """What who waits gets; without the traceback, which would keep this error alive until cycles are collected."""
+    if not isinstance(error, JaxOverlapError):
+        error = InvalidRequestError("structured_output", structure, _not_compiled(error))
+    return error.with_traceback(None)
+
+
+def _not_compiled(error: BaseException) -> str:
+    return f"it could not be compiled: {type(error).__name__}: {error}"
 
 
 def _is_fault(compiled: Future[llguidance.LLMatcher]) -> bool:

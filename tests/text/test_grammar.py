@@ -193,9 +193,20 @@ def test_any_json_is_an_object(compiler):
         assert isinstance(json.loads(byte_level_tokenizer().decode(ids)), dict)
 
 
-def test_white_space_between_json_tokens_is_bounded(compiler):
-    made = constraint(compiler, any_json=True)
-    made.advance(id_of("{"))
+@pytest.mark.parametrize(
+    ("begin", "structure"),
+    [
+        ("{", {"any_json": True}),
+        ("{", {"json_schema": {}}),
+        ("[", {"json_schema": True}),
+        ("[", {"json_schema": " true"}),
+        ("[", {"json_schema": {"anyOf": [True]}}),
+        ("[", {"json_schema": {"x-guidance": {"lenient": True}}}),
+    ],
+)
+def test_white_space_between_json_tokens_is_bounded(compiler, begin, structure):
+    made = constraint(compiler, **structure)
+    made.advance(id_of(begin))
     spaces = 0
     while id_of(" ") in allowed_ids(made):
         made.advance(id_of(" "))

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
+import weakref
 
 import pytest
 
 from jaxoverlap.errors import EngineError, InvalidRequestError
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
-from jaxoverlap.text.grammar import MAX_GRAMMAR_CHARS
+from jaxoverlap.text import grammar_compiler
+from jaxoverlap.text.grammar import MAX_GRAMMAR_CHARS, MAX_SCHEMA_DEPTH
 from tests.grammar_tools import EOS_IDS, allowed_ids, constraint, make_compiler
 
 ENDLESS = "start: T0\n" + "".join(f'T{i}: T{i + 1} "x"\n' for i in range(14_000)) + 'T14000: "a"\n'
@@ -158,6 +163,85 @@ def test_what_takes_too_long_is_refused_and_its_worker_serves_the_next():
 def test_chains_that_would_overflow_the_stack_are_compiled(compiler):
     made = constraint(compiler, grammar=DEEP)
     assert len(allowed_ids(made)) == 1
+
+
+def items(depth: int, as_text: bool) -> str | dict:
+    if as_text:
+        return '{"items":' * (depth - 1) + "{}" + "}" * (depth - 1)
+    schema: dict = {}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_schema_nested_too_deeply_is_refused_whatever_its_depth(compiler, as_text):
+    constraint(compiler, json_schema=items(MAX_SCHEMA_DEPTH, as_text))
+    limit = sys.getrecursionlimit()
+    for depth in (MAX_SCHEMA_DEPTH + 1, 500, *range(limit - 120, limit + 20), 20_000):
+        with pytest.raises(InvalidRequestError, match="lists and objects within each other"):
+            constraint(compiler, json_schema=items(depth, as_text))
+    with pytest.raises(InvalidRequestError, match="lists and objects within each other"):
+        constraint(compiler, json_schema={"enum": [json.loads("[" * 300 + "]" * 300)]})
+
+
+def test_a_schema_is_compiled_or_refused_however_little_stack_is_left(compiler):
+    errors = set()
+
+    def deeper():
+        sampling = SamplingParams(structured_output=StructuredOutput(json_schema=items(MAX_SCHEMA_DEPTH, True)))
+        try:
+            deeper()
+        except RecursionError:
+            return
+        errors.add(type(compiler.submit(sampling).exception()))
+
+    deeper()
+    assert errors <= {type(None), InvalidRequestError}
+
+
+def test_any_exception_while_compiling_refuses_the_request(monkeypatch):
+    class Panic(BaseException):  # as the library's are
+        pass
+
+    def fails(kind):
+        def fail(*arguments):
+            raise kind("no luck")
+
+        return fail
+
+    compiler = make_compiler()
+    try:
+        for name, kind in (("grammar_of", KeyError), ("compile_grammar", Panic), ("GrammarConstraint", Panic)):
+            monkeypatch.setattr(grammar_compiler, name, fails(kind))
+            with pytest.raises(InvalidRequestError, match=f"it could not be compiled: {kind.__name__}"):
+                constraint(compiler, regex=name)
+            monkeypatch.undo()
+            constraint(compiler, regex=name)
+    finally:
+        compiler.close()
+
+
+def test_a_schema_refused_again_and_again_keeps_nothing_alive(compiler):
+    class Tracked(dict):
+        pass
+
+    def submit() -> weakref.ref:
+        schema = Tracked({"type": "no such type"})
+        sampling = SamplingParams(structured_output=StructuredOutput(json_schema=schema))
+        assert isinstance(compiler.submit(sampling).exception(timeout=30), InvalidRequestError)
+        return weakref.ref(schema)
+
+    gc.disable()  # it has to go without a search for cycles
+    try:
+        kept = [submit() for _ in range(20)]
+        for _ in range(100):  # the first was answered by another thread, which may be about to let go of it
+            if not any(ref() for ref in kept):
+                break
+            time.sleep(0.01)
+        assert [ref() for ref in kept] == [None] * 20
+    finally:
+        gc.enable()
 
 
 def test_too_long_is_refused_before_anything_is_done(compiler):
