@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxoverlap.errors import InvalidRequestError
 
-_SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+_SMALLEST, _TOO_LARGE = 2.0**-126, 2.0**128 - 2.0**103
+"""float32's smallest normal number, and from where on a number rounds to its infinity."""
 
 
 def check_real(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
@@ -27,7 +28,7 @@ def check_real(name: str, value: Any, low: float, high: float, allowed: str, *, 
 def check_float32(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
     """As `check_real`, for the device, which would take a number beyond float32's normal ones for 0 or infinity."""
     check_real(name, value, low, high, allowed, low_open=low_open)
-    if value != 0 and not _SMALLEST <= abs(float(value)) <= _LARGEST:
+    if value != 0 and not _SMALLEST <= abs(float(value)) < _TOO_LARGE:
         raise InvalidRequestError(name, value, "use a number that a 32-bit float can hold, from 1.2e-38 to 3.4e38")
 
 

@@ -61,7 +61,8 @@ class EngineConfig:
       page_size: tokens in a KV page.
       num_pages: KV pages; None takes what `kv_memory_gib` holds.
       kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
-        `gpu_memory_fraction` of the device less what is taken once the weights are loaded.
+        `gpu_memory_fraction` of the device less what is taken once the weights are loaded and what the penalties and
+        biases of all rows would take.
       gpu_memory_fraction: in (0, 1].
       schedule: "overlap" launches a step before the last one is read and mixes prompt chunks with decoding rows;
         "timeslice" alternates prefill and decode steps and reads each at once; "serial" runs prompts first. They are
@@ -166,6 +167,10 @@ class EngineConfig:
                 "prompt_wait_ms: inf is not allowed with cache_aware_order; it bounds how long others pass"
             )
 
+    def rows_on(self, platform: str) -> int:
+        """`max_running`, decided."""
+        return self.max_running or (32 if platform == "cpu" else 256)
+
     def resolve(
         self,
         *,
@@ -191,7 +196,7 @@ class EngineConfig:
         if self.max_model_len is not None and self.max_model_len > model_len:
             raise ConfigError(f"max_model_len: {self.max_model_len} is not allowed; the model's context is {model_len}")
         max_model_len = self.max_model_len or model_len
-        max_running = self.max_running or (32 if on_cpu else 256)
+        max_running = self.rows_on(platform)
         # More pages than every row at its longest can fill are of no use.
         useful = max_running * -(-max_model_len // self.page_size)
         num_pages = self.num_pages or min(int(kv_memory_bytes // page_bytes), useful)

@@ -77,8 +77,8 @@ class SamplingParams:
     before all of this.
 
     Attributes:
-      n: samples of the prompt, which is computed once.
-      best_of: computes so many samples and keeps the `n` with the highest sum of log-probabilities.
+      n: samples of the prompt, which is computed once, but for its last part page; without a prefix cache, by each.
+      best_of: computes so many samples and keeps the `n` with the highest sum of log-probabilities, the best first.
       temperature: ≥ 0. 0 (anything below 1e-5) is greedy: the highest logit, the lowest id among equals.
       top_k: keep the k highest logits (and those equal to the k-th); 0 or -1 keeps all.
       top_p: in (0, 1]. Keep the smallest set of most probable tokens whose probability reaches ``top_p``
@@ -208,7 +208,12 @@ class SamplingParams:
         """Alternatives to report for each output; 0 for the output's own log-probability only, -1 for nothing."""
         if self.logprobs is not None:
             return self.logprobs
-        return 0 if self.best_of is not None and self.best_of > self.n else -1
+        return 0 if self.is_ranked else -1
+
+    @property
+    def is_ranked(self) -> bool:
+        """The samples come out by their log-probabilities, the best first."""
+        return self.best_of is not None and self.best_of > 1
 
     @property
     def num_samples(self) -> int:

@@ -61,7 +61,7 @@ def test_a_number_that_a_32_bit_float_can_not_hold_is_refused(field, value):
 
 def test_the_edges_are_allowed():
     smallest, largest = 2.0**-126, float(np.finfo(np.float32).max)
-    for value in (smallest, largest, np.float16(0.5), 10**38):
+    for value in (smallest, largest, 1.1754944e-38, 3.4028235e38, np.float16(0.5), 10**38):
         SamplingParams(temperature=value, repetition_penalty=value)
     SamplingParams(top_p=smallest, min_p=smallest, presence_penalty=-smallest, frequency_penalty=0, logit_bias={1: 0})
     SamplingParams(temperature=0, top_p=1e-9, top_k=-1, min_p=1, seed=2**64 - 1, max_tokens=1, stop_token_ids=[0])

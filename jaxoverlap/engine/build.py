@@ -13,6 +13,7 @@ from jaxoverlap.engine.engine import Engine
 from jaxoverlap.model.checkpoint import TokenizerSource
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
+from jaxoverlap.model.logit_rules import RowRules
 from jaxoverlap.runtime import compile_cache
 from jaxoverlap.runtime.memory import kv_memory_bytes
 from jaxoverlap.runtime.row_state import KVPages, kv_dtype_name, resolve_kv_dtype
@@ -70,7 +71,9 @@ def build_engine(
         vocab_size=shape.vocab_size,
         model_len=shape.max_position_embeddings,
         page_bytes=num_bytes(KVPages.abstract(shape, 1, config.page_size, kv_dtype)),
-        kv_memory_bytes=kv_memory_bytes(config, device),
+        kv_memory_bytes=kv_memory_bytes(
+            config, device, reserved=RowRules.num_bytes(config.rows_on(device.platform), shape.vocab_size)
+        ),
         window=shape.window,
         context_per_token=context_per_token(shape),
     )

@@ -122,10 +122,10 @@ class PromptCollector:
         return sample
 
     def output(self) -> RequestOutput:
-        """When all samples are finished: all of them in order, or those that are best."""
+        """When all samples are finished: all of them in order, or with `best_of` the best ones, the best first."""
         first, sampling = self.samples[0].request, self.samples[0].request.sampling
         outputs = [sample.output() for sample in self.samples]
-        if sampling.num_samples > sampling.n:
+        if sampling.is_ranked:
             outputs = sorted(outputs, key=_worst_last)[: sampling.n]
         scored = None
         if sampling.prompt_logprobs is not None and len(first.prompt_scores) == first.prompt_len - 1:

@@ -35,6 +35,11 @@ class RowRules:
         shape = (num_rows, vocab_size)
         return cls(jnp.zeros(shape, dtype=jnp.uint16), jnp.zeros(shape, dtype=jnp.float32))
 
+    @classmethod
+    def num_bytes(cls, num_rows: int, vocab_size: int) -> int:
+        arrays = jax.tree.leaves(jax.eval_shape(lambda: cls.blank(num_rows, vocab_size)))
+        return sum(array.size * array.dtype.itemsize for array in arrays)
+
     def seat(self, row: jax.Array, counts: jax.Array, bias: jax.Array) -> RowRules:
         """A row's new owner: uint16 [V] and float32 [V]."""
         return RowRules(self.counts.at[row].set(counts, mode="drop"), self.bias.at[row].set(bias, mode="drop"))

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -124,10 +123,7 @@ def _sampling(params: SamplingParams) -> common_pb2.SamplingOptions:
         banned_token_ids=params.banned_token_ids,
     )
     for name in _FLOATS:
-        value = float(getattr(params, name))
-        setattr(message, name, value)
-        if math.isinf(getattr(message, name)):
-            raise InvalidRequestError(name, value, "use a number that a 32-bit float can hold")
+        setattr(message, name, float(getattr(params, name)))
     return message
 
 

@@ -58,6 +58,14 @@ def test_the_best_samples_come_first():
     assert [one.index for one in everything.outputs] == [0, 1, 2, 3]
 
 
+def test_the_best_come_first_also_where_all_are_kept():
+    sampling = params(n=3, best_of=3)
+    assert sampling.num_top_logprobs == 0  # they are asked for
+    output = collected([finished_request(i, [40], [-2.0, -0.5, -1.0][i], sampling) for i in range(3)])
+    assert [one.index for one in output.outputs] == [1, 2, 0]
+    assert params(n=1, best_of=1).num_top_logprobs == params(n=3).num_top_logprobs == -1
+
+
 def test_a_sample_that_breaks_off_says_so_alone():
     error = EngineError("no token")
     sampling = params(n=2)

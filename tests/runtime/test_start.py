@@ -13,6 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.errors import ConfigError, UnsupportedError
+from jaxoverlap.model.logit_rules import RowRules
 from jaxoverlap.runtime import compile_cache, container
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.executables import SampleShape
@@ -33,6 +34,16 @@ def test_on_a_gpu_the_pool_takes_its_share_of_what_this_process_may_use():
     assert kv_memory_bytes(EngineConfig(), gpu(100, 16)) == pytest.approx(74 * GIB)
     assert kv_memory_bytes(EngineConfig(gpu_memory_fraction=0.5), gpu(100, 16)) == pytest.approx(34 * GIB)
     assert kv_memory_bytes(EngineConfig(kv_memory_gib=3), gpu(100, 99)) == 3 * GIB
+
+
+def test_on_a_gpu_the_pool_leaves_room_for_the_rules_of_all_rows():
+    reserved = RowRules.num_bytes(EngineConfig().rows_on("gpu"), 2**17)
+    rules = RowRules.blank(2, 8)
+    assert RowRules.num_bytes(2, 8) == rules.counts.nbytes + rules.bias.nbytes
+    assert reserved == 256 * 2**17 * 6
+    assert kv_memory_bytes(EngineConfig(), gpu(100, 16), reserved) == pytest.approx(74 * GIB - reserved)
+    with pytest.raises(ConfigError, match=r"nothing beside the 9\.1 GiB used"):
+        kv_memory_bytes(EngineConfig(), gpu(10, 8.9), reserved)
 
 
 def test_a_gpu_with_nothing_left_says_what_to_change():
