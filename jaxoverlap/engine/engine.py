@@ -125,8 +125,7 @@ class Engine:
           QueueFullError: as many wait as may.
           EngineError: the engine has failed before.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._check_alive()
         prompt, max_tokens, stop_ids = self._resolve(prompt_ids, sampling)
         if compiled is None and (compiling := self.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
@@ -181,17 +180,22 @@ class Engine:
           EngineError: the device or the engine failed. Everything in flight is lost and the engine is dead. A note of
             the error, which a traceback shows, has the last steps.
         """
-        if self._failure is not None:
-            raise self._failure
+        self._check_alive()
         self.turn_began = time.monotonic()
         try:
             return self.loop.turn()
-        except Exception as error:
+        except BaseException as error:
             self._failure = EngineError(f"the engine failed and must be restarted: {type(error).__name__}: {error}")
             self._failure.add_note(f"last steps:\n{self.loop.log.describe()}")
-            raise self._failure from error
+            if isinstance(error, Exception):
+                raise self._failure from error
+            raise
         finally:
             self.turn_began = None
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineError(str(self._failure)) from self._failure  # a new one: each raise adds to a traceback
 
     def start_timeline(self, max_steps: int = MAX_STEPS) -> None:
         """Records from now on what happens when; the last `max_steps` steps are kept.

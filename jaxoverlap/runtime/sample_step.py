@@ -90,8 +90,10 @@ def sample(
     status = jnp.where(jnp.any(tokens[:, None] == params["stop_ids"], axis=-1), RowStatus.STOP, status)
     status = jnp.where(highest > -jnp.inf, status, RowStatus.NO_TOKEN)
     # Rules make no NaN of sound logits, but a repetition penalty can make infinity of one.
-    status = jnp.where(usable(ready.logits) & (highest < jnp.inf), status, RowStatus.BAD_LOGITS)
-    status = jnp.where(publishes, status, RowStatus.VOID).astype(jnp.int32)
+    sound = usable(ready.logits)
+    status = jnp.where(sound & (highest < jnp.inf), status, RowStatus.BAD_LOGITS)
+    # A chunk that does not end its prompt has logits too, and what has led to bad ones must not be cached.
+    status = jnp.where(publishes | ~sound, status, RowStatus.VOID).astype(jnp.int32)
 
     state = replace(
         state,
