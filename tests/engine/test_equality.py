@@ -96,15 +96,13 @@ def test_a_chunk_of_nan_ends_its_prompt_and_is_not_cached():
     engine, runner = make_engine(lookahead=0)
     victim = engine.add([9] * 100, SamplingParams(temperature=0, max_tokens=20))
     engine.step()  # 32 tokens
-    page, cache = (
-        int(engine.loop.scheduler.state.memory.page_table[victim.row, 0]),
-        engine.loop.scheduler.state.memory.cache,
-    )
+    memory = engine.loop.scheduler.state.memory
+    page = int(memory.page_table[victim.row, 0])
     change_pool(runner, lambda kv: KVPages(kv.k, kv.v.at[page].set(np.nan)))
     engine.step()
     assert victim.finish_reason == FinishReason.ERROR and "NaN" in str(victim.error)
     drain(engine)
-    assert cache.num_pages == 2
+    assert memory.cache.num_pages == 2
 
 
 def test_a_row_of_nan_logits_ends_alone_with_an_error(alone):
