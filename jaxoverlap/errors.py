@@ -41,7 +41,7 @@ class InvalidRequestError(JaxOverlapError, ValueError):
         self.field = field
         self.value = value
         self.allowed = allowed
-        super().__init__(f"{field}: {_shorten(value)} is not allowed; {allowed}")
+        super().__init__(f"{field}: {shortened(value)} is not allowed; {allowed}")
 
     def __reduce__(self):
         return type(self), (self.field, self.value, self.allowed)
@@ -102,7 +102,8 @@ class ConflictError(ServiceError):
     """What is asked does not go with what the service is doing now."""
 
 
-def _shorten(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """As errors show it."""
     try:
         text = repr(value)
     except RecursionError:

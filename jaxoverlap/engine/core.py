@@ -4,7 +4,8 @@
 
 Rules: nothing here waits for a front end, however slow it is. The thread sleeps only when there is neither work nor a
 message, in `select`. A front end that goes takes its requests with it; when the supervisor goes, the engine stops.
-What fails in the engine itself is told to all and ends it.
+What fails in the engine itself is told to all and ends it; what fails for one request or one question, before it
+touches a step, is told to whoever sent it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import selectors
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -55,14 +56,15 @@ class Owner:
     """Whose a request is.
 
     Attributes:
+      key: of the request; call: of the first sample of the call that it belongs to, which callers know.
       has_more: besides its next token there is something to tell: that it has started, or scores.
       num_scores, num_preemptions: told of.
     """
 
-    __slots__ = ("has_more", "key", "link", "num_preemptions", "num_scores", "request")
+    __slots__ = ("call", "has_more", "key", "link", "num_preemptions", "num_scores", "request")
 
-    def __init__(self, link: Link, key: int, request: Request) -> None:
-        self.link, self.key, self.request = link, key, request
+    def __init__(self, link: Link, call: int, key: int, request: Request) -> None:
+        self.link, self.call, self.key, self.request = link, call, key, request
         self.has_more = True
         self.num_scores = self.num_preemptions = 0
 
@@ -305,8 +307,8 @@ class EngineCore:
                 called,
                 time.monotonic(),
             )
-        except JaxOverlapError as error:
-            link.post("refused", key, messages.error_to_wire(error))
+        except Exception as error:
+            self._refuse(link, key, error)
             return
         if not self._door.keep_waiting(entry):
             self._enter(entry, None)
@@ -315,14 +317,23 @@ class EngineCore:
         link, key = entry.link, entry.key
         try:
             compiled = None if compiling is None else compiling.result()
+        except Exception as error:
+            self._refuse(link, key, error)
+            return
+        try:
             samples = self.engine.add_samples(entry.prompt, entry.sampling, entry.options_left(), compiled)
         except JaxOverlapError as error:
-            link.post("refused", key, messages.error_to_wire(error))
+            self._refuse(link, key, error)
             return
         for index, request in enumerate(samples):
-            owner = Owner(link, key + index, request)
+            owner = Owner(link, key, key + index, request)
             self._owners[request.request_id] = self._by_key[link.index, owner.key] = owner
             self._metrics.start(request, entry.called)
+
+    def _refuse(self, link: Link, key: int, error: Exception) -> None:
+        if not isinstance(error, JaxOverlapError):
+            logger.error("a request could not be taken", exc_info=error)
+        link.post("refused", key, messages.error_to_wire(error))
 
     def _end(self, link: Link, key: int, end: Callable[[Request], bool]) -> None:
         """Ends a request of which its front end wants nothing more."""
@@ -336,7 +347,7 @@ class EngineCore:
         self._links.remove(link)
         self._selector.unregister(link.socket)
         link.close()
-        for index, key in self.requests_here():
+        for index, key in [*self._by_key, *self._door.waiting]:
             if index == link.index:
                 self._end(link, key, self.engine.abort)
 
@@ -347,22 +358,25 @@ class EngineCore:
         self.draining = True
         self._broadcast_status()
 
-    def requests_here(self) -> list[tuple[int, int]]:
-        """By front end and key: those in the engine, and those at its door."""
-        return [*self._by_key, *self._door.waiting]
+    def abort_calls(self, wanted: Collection[tuple[int, int]] | None) -> list[tuple[int, int]]:
+        """Ends calls by front end and key, or all; their front ends hear of it as of any other end. Returns those that
+        were there."""
+        calls: dict[tuple[int, int], list[Request]] = {name: [] for name in self._door.waiting}
+        for owner in self._owners.values():
+            calls.setdefault((owner.link.index, owner.call), []).append(owner.request)
+        found = [name for name in calls if wanted is None or name in wanted]
+        for name in found:
+            for request in calls[name]:
+                self.engine.abort(request)
+            if name in self._door.waiting:
+                entry, _ = self._door.waiting.pop(name)
+                self._refuse(entry.link, entry.key, AbortedError(messages.ABORTED))
+        return found
 
-    def abort_request(self, name: tuple[int, int]) -> None:
-        """Ends one of `requests_here`; its front end hears of it as of any other end."""
-        if name in self._by_key:
-            self.engine.abort(self._by_key[name].request)
-        else:
-            entry, _ = self._door.waiting.pop(name)
-            entry.link.post("refused", entry.key, messages.error_to_wire(AbortedError(messages.ABORTED)))
-
-    def name_of(self, request_id: int | None) -> tuple[int, int] | None:
-        """A request's front end and key, from the engine's own name for it; None if nobody wants it any more."""
+    def call_of(self, request_id: int | None) -> tuple[int, int] | None:
+        """Front end and key of a request's call, by the engine's own name for it; None if nobody wants it any more."""
         owner = None if request_id is None else self._owners.get(request_id)
-        return None if owner is None else (owner.link.index, owner.key)
+        return None if owner is None else (owner.link.index, owner.call)
 
     def finish_steps(self) -> None:
         """Steps in flight come to their end."""
@@ -375,8 +389,10 @@ class EngineCore:
     def _answer(self, link: Link, question: int, name: str, arguments: list[Any]) -> None:
         try:
             answer, error = self._questions.answer(name, arguments), None
-        except JaxOverlapError as refusal:
-            answer, error = None, messages.error_to_wire(refusal)
+        except Exception as failure:
+            if self.engine.has_failed:
+                raise
+            answer, error = None, self._why_not(failure)
         if callable(answer):
             threading.Thread(target=self._answer_later, args=(link, question, answer), daemon=True).start()
         else:
@@ -386,8 +402,12 @@ class EngineCore:
         """What takes long, in a thread of its own. The engine's thread sends what the socket does not take at once."""
         try:
             link.post_from_aside("answer", question, work(), None)
-        except Exception as error:
-            logger.exception("a question could not be answered")
-            failure = messages.error_to_wire(EngineError(f"internal error: {error}"))
-            link.post_from_aside("answer", question, None, failure)
+        except Exception as failure:
+            link.post_from_aside("answer", question, None, self._why_not(failure))
         self._door.ring()
+
+    @staticmethod
+    def _why_not(failure: Exception) -> list[Any]:
+        if not isinstance(failure, JaxOverlapError):
+            logger.error("a question could not be answered", exc_info=failure)
+        return messages.error_to_wire(failure)

@@ -30,7 +30,7 @@ from typing import Any
 import msgpack
 
 from jaxoverlap import errors
-from jaxoverlap.errors import InvalidRequestError, JaxOverlapError
+from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError, shortened
 from jaxoverlap.sampling_params import SamplingParams
 
 _MOST_BYTES = 2**31 - 1
@@ -142,9 +142,12 @@ _KNOWN = {
 }
 
 
-def error_to_wire(error: JaxOverlapError) -> list[Any]:
+def error_to_wire(error: Exception) -> list[Any]:
+    """What nobody has foreseen is told as an `EngineError` without its text, which is for the log."""
+    if not isinstance(error, JaxOverlapError):
+        error = EngineError("internal error; the server's log says more")
     if isinstance(error, InvalidRequestError):
-        value = error.value if isinstance(error.value, bool | int | float | str | None) else repr(error.value)
+        value = error.value if isinstance(error.value, bool | int | float | str | None) else shortened(error.value)
         return [type(error).__name__, error.field, value, error.allowed]
     return [type(error).__name__, str(error)]
 

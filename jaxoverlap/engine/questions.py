@@ -36,17 +36,13 @@ class Questions:
         """What can be sent; or something to be called for it in another thread, because it takes long.
 
         Raises:
-          JaxOverlapError: it can't be done.
+          JaxOverlapError: it can't be done. Whatever else it raises is a fault of this build.
         """
         return self._answers[name](*arguments)
 
     def _abort_requests(self, wanted: list[tuple[int, int]] | None) -> list[tuple[int, int]]:
-        """Ends requests by front end and key, or all."""
-        here = self._core.requests_here()
-        found = here if wanted is None else [name for name in map(tuple, wanted) if name in set(here)]
-        for name in found:
-            self._core.abort_request(name)
-        return found
+        """Ends calls by front end and key, or all."""
+        return self._core.abort_calls(None if wanted is None else {(index, key) for index, key in wanted})
 
     def _flush_cache(self) -> int:
         scheduler = self._engine.loop.scheduler
@@ -59,7 +55,7 @@ class Questions:
         """With the front ends' names of the requests in place of the engine's own."""
         snapshot = self._engine.loop.scheduler.memory_snapshot().to_dict()
         for page in snapshot["pages"]:
-            page["request_id"] = self._core.name_of(page["request_id"])
+            page["request_id"] = self._core.call_of(page["request_id"])
         return snapshot
 
     def _step_log(self, last: int) -> list[dict[str, Any]]:

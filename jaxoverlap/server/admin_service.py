@@ -47,7 +47,7 @@ class Instance:
 
     def parse_request_id(self, request_id: str) -> tuple[int, int] | None:
         """Front end and key, or None for an id that this server never gave."""
-        match = re.fullmatch(rf"{self.instance_id}-([0-9]{{1,3}})-([0-9]{{1,18}})", request_id)
+        match = re.fullmatch(rf"{self.instance_id}-(0|[1-9][0-9]{{0,2}})-(0|[1-9][0-9]{{0,17}})", request_id)
         return None if match is None else (int(match[1]), int(match[2]))
 
 
@@ -107,9 +107,10 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             raise InvalidRequestError("request_ids", list(request.request_ids), "give ids, or set all, not both")
         names = {given: self._instance.parse_request_id(given) for given in request.request_ids}
         wanted = None if request.all else [name for name in names.values() if name is not None]
-        aborted = [self._instance.request_id(*name) for name in await self._engine.ask("abort_requests", wanted)]
+        found = await self._engine.ask("abort_requests", wanted)
+        aborted = dict.fromkeys(self._instance.request_id(*name) for name in found)
         return pb.AbortRequestsResponse(
-            aborted_ids=aborted, unknown_ids=[given for given in names if given not in set(aborted)]
+            aborted_ids=aborted, unknown_ids=[given for given in names if given not in aborted]
         )
 
     async def FlushCache(

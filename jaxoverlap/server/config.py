@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,6 +128,8 @@ class ServerConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).is_file():
                 raise ConfigError(f"{name}: there is no file {path!r}")
+        if self.profile_dir is not None:
+            _check_can_be_folder("profile_dir", Path(self.profile_dir))
 
     def _check_addresses(self) -> None:
         for name, address in (("listen", self.address), ("admin_listen", self.admin_address)):
@@ -153,6 +156,14 @@ class ServerConfig:
             found = None
         if found is None:
             raise ConfigError("otlp_traces_endpoint: OpenTelemetry is not installed; pip install 'jaxoverlap[otel]'")
+
+
+def _check_can_be_folder(name: str, path: Path) -> None:
+    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise ConfigError(f"{name}: {str(path)!r} is not allowed; {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{name}: {str(path)!r} is not allowed; {there} can't be written to")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:

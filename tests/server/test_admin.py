@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import time
+from concurrent.futures import Future
 
 import grpc
 import pytest
@@ -13,8 +14,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jaxoverlap import __version__
 from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.profiler import DEFAULT_STEPS, Profiler
-from jaxoverlap.errors import ConflictError
+from jaxoverlap.errors import ConfigError, ConflictError
+from jaxoverlap.server.config import ServerConfig
 from jaxoverlap.v1 import admin_service_pb2 as pb
+from jaxoverlap.v1 import generate_service_pb2 as generate
 from tests.server.rig import PATIENCE, eventually, expected, generation, running
 from tests.server.test_statuses import failure_of, field_of
 from tests.server.toy import CONTEXT
@@ -152,6 +155,94 @@ def test_a_profile_ends_after_its_steps(monkeypatch, tmp_path):
     assert profiler.stop() == str(tmp_path)
     with pytest.raises(ConflictError, match="no profile"):
         profiler.stop()
+
+
+def test_a_profile_that_can_not_be_written_is_a_conflict_and_the_engine_goes_on(monkeypatch, tmp_path):
+    disk = {"is full": True}
+
+    def stop_trace() -> None:
+        if disk["is full"]:
+            raise RuntimeError("no space left on device")
+
+    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: None)
+    monkeypatch.setattr("jax.profiler.stop_trace", stop_trace)
+    with running(profile_dir=str(tmp_path / "profiles")) as rig:
+        admin = rig.caller.admin
+        admin.StartProfile(pb.StartProfileRequest(steps=3))
+        rig.check_probe()  # of more steps
+        error = failure_of(admin.StartProfile, pb.StartProfileRequest())
+        assert error.code() == CONFLICT and "still to be stopped" in error.details()
+        error = failure_of(admin.StopProfile, pb.StopProfileRequest())
+        assert error.code() == CONFLICT and "no space left" in error.details()
+        disk["is full"] = False
+        assert admin.StopProfile(pb.StopProfileRequest()).trace_dir == str(tmp_path / "profiles")
+        assert failure_of(admin.StopProfile, pb.StopProfileRequest()).code() == CONFLICT
+        rig.check_probe()
+
+
+def test_a_profile_that_can_not_be_started_is_a_conflict(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConflictError, match="can't be started"):
+        Profiler(str(tmp_path / "file")).start(1)
+    profiler = Profiler(str(tmp_path))
+    monkeypatch.setattr("jax.profiler.start_trace", lambda folder: 1 / 0)
+    with pytest.raises(ConflictError, match="can't be started"):
+        profiler.start(1)
+    with pytest.raises(ConflictError, match="no profile"):
+        profiler.stop()
+
+
+def test_a_folder_for_profiles_that_can_not_be_is_refused_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"profile_dir: .*file is not a folder"):
+        ServerConfig(profile_dir=str(tmp_path / "file" / "profiles"))
+    assert ServerConfig(profile_dir=str(tmp_path / "new" / "profiles"))
+
+
+def test_an_id_that_is_named_twice_or_otherwise_is_of_one_request(rig):
+    rig.hold()
+    call = rig.caller.stream(generation("abort me", stop={"max_tokens": 500}))
+    rig.wait_queued(1)
+    [name] = [call.request_id for call in rig.client.calls()]
+    others = [name.replace("-0-", "-00-"), f"{name[: name.rindex('-')]}-0{name.rpartition('-')[2]}", "toy-0-٣"]
+    answer = rig.caller.admin.AbortRequests.future(pb.AbortRequestsRequest(request_ids=[name, *others, name]))
+    rig.step_until(answer.done)
+    assert (list(answer.result().aborted_ids), list(answer.result().unknown_ids)) == ([name], others)
+    assert failure_of(list, call).code() == grpc.StatusCode.ABORTED
+
+
+def test_a_request_at_the_door_is_aborted_once(rig, monkeypatch):
+    class Slow:
+        def submit(self, sampling):
+            return Future()
+
+    monkeypatch.setattr(rig.engine, "constraints", Slow())
+    call = rig.caller.stream(generation("compile", constraint={"any_json": True}))
+    [name] = [call.request_id for call in eventually(rig.client.calls)]
+    answer = rig.caller.admin.AbortRequests(pb.AbortRequestsRequest(request_ids=[name, name]), timeout=PATIENCE)
+    assert list(answer.aborted_ids) == [name]
+    assert failure_of(list, call).code() == grpc.StatusCode.ABORTED
+
+
+def test_all_samples_of_a_call_have_the_id_that_its_caller_knows(rig):
+    rig.hold()
+    given = generation("three", num_sequences=3, stop={"max_tokens": 200})
+    call = rig.caller.generate.Generate.future(generate.GenerateRequest(generation=given))
+    eventually(lambda: len(rig.requests()) == 3 or rig.device.is_held)
+    [name] = [call.request_id for call in rig.client.calls()]
+    rig.step_until(lambda: all(len(request.output_ids) > 0 for request in rig.requests()))
+    snapshot = rig.caller.admin.GetMemorySnapshot.future(pb.GetMemorySnapshotRequest())
+    rig.step_until(snapshot.done)
+    pages = json.loads(snapshot.result().json)["pages"]
+    assert {page["request_id"] for page in pages if page["owner"] == "row"} == {name}
+    first = rig.requests()[0]
+    [known] = rig.client.calls()
+    rig.loop.call_soon_threadsafe(rig.client._send, "stop", known.samples[0].key)  # its text has come to a stop string
+    rig.step_until(lambda: first.finish_reason is not None)
+    answer = rig.caller.admin.AbortRequests.future(pb.AbortRequestsRequest(request_ids=[name]))
+    rig.step_until(answer.done)
+    assert list(answer.result().aborted_ids) == [name]
+    assert call.exception().code() == grpc.StatusCode.ABORTED
 
 
 def test_tokens_per_second_are_those_of_the_last_seconds():

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from jaxoverlap.engine import link as link_module
 from jaxoverlap.engine import messages
 from jaxoverlap.engine.core_process import EngineSpec, run_engine
 from jaxoverlap.engine.link import Link
-from jaxoverlap.errors import DeadlineError, InvalidRequestError, QueueFullError
+from jaxoverlap.errors import DeadlineError, EngineError, InvalidRequestError, QueueFullError
 from jaxoverlap.outputs import TokenScore
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from tests.fakes import oracle, salt_of
@@ -194,6 +195,72 @@ def test_a_flood_of_requests_does_not_hold_up_what_runs(engine, monkeypatch):
     ended = 0
     while ended < 999:
         ended += len(second.news().finished)
+
+
+class BrokenConstraints:
+    """Compiles nothing, and says so as no compiler should: with whatever error there is."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def submit(self, sampling: SamplingParams) -> Future[Any]:
+        broken: Future[Any] = Future()
+        broken.set_exception(self._error)
+        return broken
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("raised", "told"),
+    [(RecursionError("too deep"), EngineError), (InvalidRequestError("stop", 1, "use 2"), InvalidRequestError)],
+)
+def test_whatever_a_constraint_raises_ends_its_request_alone(engine, raised: Exception, told: type[Exception]):
+    _, (first, second) = engine
+    built, device = toy.BUILT[-1].engine, toy.BUILT[-1].runner
+    built.constraints = BrokenConstraints(raised)
+    device.allow(0)
+    second.add(0, [9, 9], max_tokens=6, ignore_eos=True)
+    eventually(lambda: device.is_held)
+    first.add(4, [1], structured_output=StructuredOutput(any_json=True))
+    device.allow(None)
+    _, key, error = first.next("refused")
+    assert key == 4 and type(messages.error_from_wire(error)) is told
+    ids: list[int] = []
+    while len(ids) < 6:
+        ids += second.news().token_ids
+    assert ids == expected([9, 9], 6, 0)
+
+
+def test_a_request_that_no_front_end_of_ours_sends_is_refused_alone(engine):
+    _, (first, _) = engine
+    first.send("add", 1, [1], {"top_p": "much"}, {"wishes": 3}, 0.0)
+    _, key, error = first.next("refused")
+    assert key == 1 and type(messages.error_from_wire(error)) is EngineError
+    first.add(2, [3], max_tokens=1, ignore_eos=True)
+    assert first.news().token_ids == expected([3], 1, 2)
+
+
+def test_a_question_that_breaks_is_answered_and_the_engine_goes_on(engine, monkeypatch):
+    supervisor, (first, _) = engine
+    monkeypatch.setattr(toy.BUILT[-1].engine.loop.scheduler, "memory_snapshot", lambda: 1 / 0)
+    supervisor.send("ask", 5, "memory_snapshot", [])
+    _, question, value, error = supervisor.next("answer")
+    assert (question, value) == (5, None) and type(messages.error_from_wire(error)) is EngineError
+    supervisor.send("ask", 6, "what is this", [])
+    assert supervisor.next("answer")[3][0] == "EngineError"
+    first.add(2, [3], max_tokens=1, ignore_eos=True)
+    assert first.news().token_ids == expected([3], 1, 2)
+
+
+def test_a_value_too_deep_to_be_shown_crosses_the_socket():
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    error = messages.error_to_wire(InvalidRequestError("stop", deep, "use text"))
+    assert "deeply nested" in str(messages.error_from_wire(error))
+    while deep:  # taken apart here, for Python would do it by recursion
+        deep = deep[0]
 
 
 def test_refusals_and_errors_cross_the_socket_whole(engine):
