@@ -5,14 +5,19 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+import stat
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jaxoverlap.errors import ConfigError
 
 _UNIX = "unix:"
+_MAX_PATH_BYTES = 103 if sys.platform == "darwin" else 107
+_URI_CHARS = "%#?"
+"""To gRPC a target is a URI, so that callers would look for another path."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,15 @@ class Address:
             path = text.removeprefix(_UNIX)
             if not path:
                 raise ConfigError(f"{field}: {text!r} is not allowed; use unix:PATH")
-            return cls(path=str(Path(path).absolute()))
+            path = str(Path(path).absolute())
+            if any(char in path for char in _URI_CHARS):
+                raise ConfigError(f"{field}: {text!r} is not allowed; use a path without {' '.join(_URI_CHARS)}")
+            if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+                allowed = (
+                    f"a unix socket's path has at most {_MAX_PATH_BYTES} bytes, {path} has {len(os.fsencode(path))}"
+                )
+                raise ConfigError(f"{field}: {text!r} is not allowed; {allowed}")
+            return cls(path=path)
         host, colon, port = text.rpartition(":")
         host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
         if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
@@ -97,7 +110,9 @@ def reserved(address: Address) -> Iterator[Address]:
         try:
             yield address
         finally:
-            Path(address.path).unlink(missing_ok=True)
+            with suppress(OSError):
+                if _is_left_behind(address.path):  # by a front end that was killed; a successor's is listened at
+                    os.unlink(address.path)
         return
     holders: list[socket.socket] = []
     try:
@@ -129,14 +144,31 @@ def _bound_alone(ip: str, port: int) -> int:
 
 
 def _check_path_is_free(path: str) -> None:
-    if not os.path.exists(path):
-        return
+    try:
+        if not os.path.exists(path):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.bind(path)
+            os.unlink(path)
+        elif not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"cannot listen on unix:{path}: what is there is no socket")
+        elif not _is_left_behind(path):
+            raise ConfigError(f"cannot listen on unix:{path}: address already in use")
+    except OSError as error:
+        raise ConfigError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
+
+
+def _is_left_behind(path: str) -> bool:
+    """A socket at which nobody listens any more.
+
+    Raises:
+      OSError: it can't be seen or tried.
+    """
+    if not os.path.exists(path) or not stat.S_ISSOCK(os.stat(path).st_mode):
+        return False
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(path)
-        except ConnectionRefusedError:  # left behind by a server that was killed
-            return
-        except OSError as error:
-            raise ConfigError(f"cannot listen on unix:{path}: {error.strerror or error}") from error
-    raise ConfigError(f"cannot listen on unix:{path}: address already in use")
+        except ConnectionRefusedError:
+            return True
+        return False

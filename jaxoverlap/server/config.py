@@ -138,6 +138,8 @@ class ServerConfig:
                     f"{name}: other machines can reach {address}, and there is no TLS; give tls_cert and tls_key, or "
                     "say insecure if something else protects it"
                 )
+        if self.admin_address == self.address and (self.address.path or self.address.port):
+            raise ConfigError(f"admin_listen: {self.address} is where the rest listens; use another, or leave it out")
         if self.address.path and self.frontends > 1:
             raise ConfigError("frontends: a unix socket can't be shared; use 1, or a port")
         if self.frontends > 1 and self.in_process:
