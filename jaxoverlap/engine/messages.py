@@ -34,6 +34,8 @@ from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError,
 from jaxoverlap.sampling_params import SamplingParams
 
 _MOST_BYTES = 2**31 - 1
+_TEXT_ERRORS = "surrogatepass"
+"""JSON has texts that UTF-8 has not, and an error may quote one."""
 
 ABORTED = "the request was aborted by an operator"
 
@@ -115,12 +117,12 @@ class News:
 
 
 def pack(*message: Any) -> bytes:
-    return msgpack.packb(message)
+    return msgpack.packb(message, unicode_errors=_TEXT_ERRORS)
 
 
 def new_unpacker() -> msgpack.Unpacker:
     """Fed with what arrives, it yields whole messages."""
-    return msgpack.Unpacker(raw=False, strict_map_key=False, max_buffer_size=_MOST_BYTES)
+    return msgpack.Unpacker(raw=False, strict_map_key=False, max_buffer_size=_MOST_BYTES, unicode_errors=_TEXT_ERRORS)
 
 
 def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from jaxoverlap.errors import EngineError, JaxOverlapError, QueueFullError
 from jaxoverlap.wire import statuses
 
 RETRY_SECONDS = 1.0
-_MAX_CHARS = 500
-"""Statuses travel in HTTP/2 headers, which are small."""
 
 
 class SlowReaderError(QueueFullError):
@@ -44,7 +42,7 @@ def status_of(error: BaseException, root: str = "") -> grpc.Status:
     if type(error) is QueueFullError and error.retry_after is None:
         error = QueueFullError(str(error), RETRY_SECONDS)
     message = statuses.status(error, root=root)
-    message.message = _cut(message.message)
+    message.message = " ".join(message.message.split())
     return rpc_status.to_status(message)
 
 
@@ -53,8 +51,3 @@ async def abort_with(context: grpc.aio.ServicerContext, error: BaseException, ro
     status = status_of(error, root)
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("abort raises")
-
-
-def _cut(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_CHARS else line[: _MAX_CHARS - 1] + "…"

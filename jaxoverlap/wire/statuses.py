@@ -82,17 +82,23 @@ _PATH_OF = {
 }
 _NAME_OF = {path: name for name, path in _PATH_OF.items()}
 _SAYS_NO = " is not allowed; "
+_MESSAGE_BYTES, _DESCRIPTION_BYTES, _FIELD_BYTES = 800, 2000, 400
+"""A status travels in HTTP/2 headers, and gRPC loses one of more than 8 KB. Each byte of the message may take three of
+them, and it is there a second time, with the details and in base64: 7 KB at the most."""
 
 
 def status(error: JaxOverlapError, *, root: str = "generation.") -> status_pb2.Status:
-    """The status that tells a caller of an error. `root` is where in the call's message its `Generation` is."""
+    """The status that tells a caller of an error, cut to what gRPC can send. `root` is where in the call's message its
+    `Generation` is."""
     code = next((code for kind, code in _CODE_OF.items() if isinstance(error, kind)), code_pb2.INTERNAL)
     details: list[Any] = []
     if isinstance(error, InvalidRequestError):
         known = _renamed(error.field, _PATH_OF)
         path = known if known == error.field else root + known.removeprefix("generation.")
         description = str(error).removeprefix(f"{error.field}: ")
-        violation = error_details_pb2.BadRequest.FieldViolation(field=path, description=description)
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=_cut(path, _FIELD_BYTES), description=_cut(description, _DESCRIPTION_BYTES)
+        )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
         if error.field == "model":
             code = code_pb2.NOT_FOUND
@@ -100,12 +106,20 @@ def status(error: JaxOverlapError, *, root: str = "generation.") -> status_pb2.S
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_after * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    message = status_pb2.Status(code=code, message=str(error))
+    message = status_pb2.Status(code=code, message=_cut(str(error), _MESSAGE_BYTES))
     for detail in details:
         packed = any_pb2.Any()
         packed.Pack(detail)
         message.details.append(packed)
     return message
+
+
+def _cut(text: str, most: int) -> str:
+    """At most so many bytes of UTF-8, which a string may be no text of."""
+    data = text.encode(errors="replace")
+    if len(data) > most:
+        data = data[: most - len("…".encode())].decode(errors="ignore").encode() + "…".encode()
+    return data.decode()
 
 
 def error(message: status_pb2.Status) -> JaxOverlapError:

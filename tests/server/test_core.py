@@ -271,10 +271,14 @@ def test_refusals_and_errors_cross_the_socket_whole(engine):
     for error in (
         InvalidRequestError("top_p", 7.5, "use less"),
         InvalidRequestError("stop", ["a", "b"], "use fewer"),
+        InvalidRequestError("stop", "\ud800", "use text, not \ud800"),
         QueueFullError("later"),
         DeadlineError("too late"),
     ):
-        again = messages.error_from_wire(messages.error_to_wire(error))
+        unpacker = messages.new_unpacker()
+        unpacker.feed(messages.pack(messages.error_to_wire(error)))
+        ((described,),) = unpacker
+        again = messages.error_from_wire(described)
         assert type(again) is type(error)
         assert isinstance(error, InvalidRequestError) or str(again) == str(error)
 

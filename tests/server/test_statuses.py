@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from jaxoverlap.errors import InvalidRequestError
 from jaxoverlap.v1 import admin_service_pb2 as admin
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from tests.server.rig import PATIENCE, Caller, eventually, generation, running
@@ -131,6 +133,19 @@ def test_tokenize_and_detokenize_name_their_own_fields(rig):
     assert field_of(failure_of(rig.caller.generate.Tokenize, chat)) == "chat.messages[0].role"
     wrong = pb.DetokenizeRequest(token_ids=[1, 97])
     assert field_of(failure_of(rig.caller.generate.Detokenize, wrong)) == "token_ids[1]"
+
+
+def test_an_error_with_a_long_text_arrives_as_what_it_is(rig, monkeypatch):
+    class Talkative:
+        def submit(self, sampling):
+            refused = Future()
+            refused.set_exception(InvalidRequestError("structured_output.grammar", "é" * 60_000, "é" * 60_000))
+            return refused
+
+    monkeypatch.setattr(rig.engine, "constraints", Talkative())
+    error = failure_of(rig.caller.answer, generation(constraint={"lark_grammar": "start: é"}))
+    assert field_of(error) == "generation.constraint.lark_grammar"
+    assert field_of(failure_of(rig.caller.answer, generation(stop={"strings": ["😀" * 1100]}))).endswith("strings[0]")
 
 
 def test_what_is_not_built_is_unimplemented(rig):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
+from urllib.parse import quote
+
 import pytest
 from google.rpc import code_pb2, status_pb2
 
@@ -42,6 +45,21 @@ def test_errors_come_back(error, code):
     assert message.code == code
     read = statuses.error(status_pb2.Status.FromString(message.SerializeToString()))
     assert type(read) is type(error) and str(read) == str(error) and vars(read) == vars(error)
+
+
+@pytest.mark.parametrize("text", ["x", "é", "😀", "\ud800", "%", "\n"])
+def test_a_status_is_small_enough_for_headers_however_long_the_error(text):
+    long = text * 100_000
+    for error in (
+        InvalidRequestError("stop", long, long),
+        InvalidRequestError(f"structured_output.json_schema.{long}", long, long),
+        QueueFullError(long, 1.5),
+        EngineError(long),
+    ):
+        message = statuses.status(error)
+        assert len(quote(message.message)) + len(b64encode(message.SerializeToString())) < 7200
+        read = statuses.error(message)
+        assert type(read) is type(error) and str(read).endswith("…")
 
 
 @pytest.mark.parametrize(
