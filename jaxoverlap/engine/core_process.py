@@ -1,6 +1,6 @@
 """The engine in a process of its own: `python -m jaxoverlap.engine.core_process '<EngineSpec as JSON>'`.
 
-It ends when its supervisor does, by the end of the socket between them. Signals are the supervisor's to take: a
+It ends when its supervisor does, by the end of the socket between them, also while it builds the engine. Signals are the supervisor's to take: a
 terminal's Ctrl-C or an init system's SIGTERM may reach all processes at once, and a drain must not lose the engine.
 """
 
@@ -11,10 +11,13 @@ import json
 import logging
 import math
 import os
+import select
 import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -52,11 +55,22 @@ class EngineSpec:
     log_format: str = "text"
 
 
-def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[socket.socket]) -> None:
-    """Builds an engine and serves until the supervisor goes. What goes wrong is told to all, and raised."""
+def run_engine(
+    spec: EngineSpec,
+    supervisor: socket.socket,
+    frontends: Sequence[socket.socket],
+    *,
+    on_orphaned: Callable[[], None] = lambda: None,
+) -> None:
+    """Builds an engine and serves until the supervisor goes. What goes wrong is told to all, and raised.
+
+    Args:
+      on_orphaned: called in a thread if the supervisor goes while the engine is built, which nothing interrupts.
+    """
     links = [Link(SUPERVISOR, supervisor), *(Link(index, connection) for index, connection in enumerate(frontends))]
     try:
-        core = _build(spec, links)
+        with _watching(supervisor, on_orphaned):
+            core = _build(spec, links)
     except BaseException as error:
         text = str(error) if isinstance(error, JaxOverlapError) else f"{type(error).__name__}: {error}"
         for link in links:
@@ -64,6 +78,26 @@ def run_engine(spec: EngineSpec, supervisor: socket.socket, frontends: Sequence[
             link.close()
         raise
     core.run()
+
+
+@contextmanager
+def _watching(supervisor: socket.socket, on_orphaned: Callable[[], None]) -> Iterator[None]:
+    """Meanwhile nobody else looks at the supervisor's socket, and nothing comes over it but its end."""
+    built, done = socket.socketpair()
+
+    def watch() -> None:
+        readable, _, _ = select.select([supervisor, built], [], [])
+        if supervisor in readable and not supervisor.recv(1, socket.MSG_PEEK):
+            on_orphaned()
+
+    watcher = threading.Thread(target=watch, name="supervisor", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.close()
+        watcher.join()
+        built.close()
 
 
 def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
@@ -121,7 +155,10 @@ def main() -> NoReturn:
     code = 1
     try:
         run_engine(
-            engine_spec, socket.socket(fileno=supervisor), [socket.socket(fileno=number) for number in frontends]
+            engine_spec,
+            socket.socket(fileno=supervisor),
+            [socket.socket(fileno=number) for number in frontends],
+            on_orphaned=lambda: os._exit(code),
         )
         code = 0
     except JaxOverlapError as error:  # the supervisor has been told

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -216,6 +217,14 @@ def test_everything_in_one_process():
         assert list(served.caller().answer(given).sequences[0].token_ids) == expected(given)
         served.signal(signal.SIGINT)
         assert served.wait() == 0
+
+
+def test_a_supervisor_that_is_killed_takes_along_an_engine_that_warms_up():
+    with Served("--model", "slow") as served:
+        start = psutil.Process(served.process.pid)
+        served.children = eventually(lambda: len(there := start.children(recursive=True)) == 2 and there)
+        served.process.kill()
+        assert served.wait() == -signal.SIGKILL
 
 
 def test_a_server_that_cannot_start_says_why_in_one_line():
