@@ -4,10 +4,13 @@ The output is appended to, one whole line at a time. After a crash its last line
 
     {"id": "batch_req_…}⏎ {"id": "batch_req_…}⏎ {"id": "batch_re
     |<──────────── kept, and not done again ──>|<─ cut off ─────>|
+
+It is locked as long as a batch writes to it, for two would do every line twice.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import stat
 import sys
@@ -20,6 +23,13 @@ from typing import BinaryIO
 
 from jaxoverlap.cli.batch_format import LINE_START, MAY_PASS, BadLine, read_key, too_long
 from jaxoverlap.cli.command import CommandError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 16 << 20
 SYNC_SECONDS = 5.0
@@ -130,7 +140,7 @@ def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: b
       retry_errors: count errors in it that may pass as not answered.
 
     Raises:
-      CommandError: it can't be written, or it holds something else than the output of a batch.
+      CommandError: it can't be written, another batch writes to it, or it holds something else than the output of one.
     """
     answered = Answered()
     # Unbuffered: a line goes to the system at once, and nothing is left over to fail again when Python exits.
@@ -139,14 +149,34 @@ def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: b
             _refuse_same_file(name, os.fstat(sys.stdout.fileno()), source)
             stdout = sys.stdout.fileno()
             return BatchOutput("standard output", open(stdout, "wb", buffering=0, closefd=False), answered)
-        path = Path(name)
-        if path.exists():
-            _refuse_same_file(name, path.stat(), source)
-            if path.is_file() and not overwrite:
-                _recover(path, answered, retry_errors)
-        return BatchOutput(name, open(path, "wb" if overwrite else "ab", buffering=0), answered)
+        file = open(name, "ab", buffering=0)  # noqa: SIM115
+        try:
+            found = os.fstat(file.fileno())
+            _refuse_same_file(name, found, source)
+            if stat.S_ISREG(found.st_mode):
+                _lock(name, file)
+                if overwrite:
+                    file.truncate(0)
+                else:
+                    _recover(Path(name), answered, retry_errors)
+        except BaseException:
+            file.close()
+            raise
+        return BatchOutput(name, file, answered)
     except OSError as error:
         raise _failed(name, error) from error
+
+
+def _lock(name: str, file: FileIO) -> None:
+    """Until the file is closed, or the process ends in whatever way. File systems without locks have none."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CommandError(f"{name}: another batch is writing to it") from None
+    except OSError as error:
+        logger.debug("%s can't be locked: %s", name, error)
 
 
 def _recover(path: Path, answered: Answered, retry_errors: bool) -> None:

@@ -1,7 +1,8 @@
 """The engine in a process of its own: `python -m jaxoverlap.engine.core_process '<EngineSpec as JSON>'`.
 
-It ends when its supervisor does, by the end of the socket between them, also while it builds the engine. Signals are the supervisor's to take: a
-terminal's Ctrl-C or an init system's SIGTERM may reach all processes at once, and a drain must not lose the engine.
+It ends when its supervisor does, by the end of the socket between them, also while it builds the engine. Signals are
+the supervisor's to take: a terminal's Ctrl-C or an init system's SIGTERM may reach all processes at once, and a drain
+must not lose the engine.
 """
 
 from __future__ import annotations

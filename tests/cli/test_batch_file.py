@@ -63,6 +63,29 @@ def test_a_half_written_line_is_cut_off_at_every_byte(tmp_path, reopen):
         assert path.read_bytes() == kept + b"more\n"
 
 
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"retry_errors": True}])
+def test_an_output_has_one_batch_at_a_time(tmp_path, reopen, options):
+    path = tmp_path / "out"
+    with reopen(path) as output:
+        output.write(ours("a"))
+        with pytest.raises(CommandError, match="out: another batch is writing to it"):
+            reopen(path, **options)
+        output.write(ours("b"))
+    assert path.read_bytes().count(b"\n") == 2
+    with reopen(path) as output:
+        assert output.answered.failed == {hash("a"), hash("b")}
+
+
+def test_an_output_that_was_refused_is_free_again(tmp_path, reopen):
+    path = tmp_path / "out"
+    path.write_bytes(b"my thesis\n")
+    with pytest.raises(CommandError, match="not the output of a batch"):
+        reopen(path)
+    with reopen(path, overwrite=True) as output:
+        output.write(ours("a"))
+    assert path.read_bytes().count(b"\n") == 1
+
+
 @pytest.mark.parametrize("tail", [b"\x00" * 9, b"\x00\n", b'{"id": 1}\n', b"junk"])
 def test_a_last_line_that_makes_no_sense_is_cut_off(tmp_path, reopen, tail):
     path = tmp_path / "out"
