@@ -116,7 +116,7 @@ def server_model(engine: EngineOptions) -> str | None:
 
 def _read_token(path: str) -> str:
     try:
-        lines = [line.strip() for line in Path(path).read_text().splitlines() if line.strip()]
+        lines = [line.strip() for line in Path(path).read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise CommandError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
     if len(lines) != 1:

@@ -114,6 +114,11 @@ class ServerConfig:
         return self.tls_cert is not None
 
     @property
+    def has_secrets(self) -> bool:
+        """There are files of tokens or certificates."""
+        return self.has_tls or self.token_file is not None or self.admin_token_file is not None
+
+    @property
     def admin_is_open(self) -> bool:
         """The admin service needs no token: nobody has any, and only this machine can call it."""
         where = self.admin_address or self.address

@@ -34,7 +34,7 @@ from jaxoverlap.server.generate_service import CallLimits, GenerateService, Serv
 from jaxoverlap.server.guard import Guard
 from jaxoverlap.server.statuses import SlowReaderError
 from jaxoverlap.server.tls import server_credentials
-from jaxoverlap.server.tokens import Gatekeeper, TokenFile
+from jaxoverlap.server.tokens import Gatekeeper
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import admin_service_pb2_grpc, generate_service_pb2_grpc
 
@@ -55,6 +55,9 @@ class FrontEnd:
     Args:
       index: among the front ends; the first one has the admin service's own address, if there is one.
       address, admin_address: the config's, with the port that was found.
+
+    Raises:
+      ConfigError: a file of tokens or certificates can't be used.
     """
 
     def __init__(
@@ -63,11 +66,7 @@ class FrontEnd:
         self._config, self._instance, self._index = config, instance, index
         self._address, self._admin_address = address, admin_address
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
-        self._gatekeeper = Gatekeeper(
-            None if config.token_file is None else TokenFile(config.token_file),
-            None if config.admin_token_file is None else TokenFile(config.admin_token_file),
-            admin_is_open=config.admin_is_open,
-        )
+        self._gatekeeper = Gatekeeper(config)
         self._credentials = server_credentials(config)
         self._servers: list[grpc.aio.Server] = []
         self._tracing: Tracing | None = None

@@ -16,10 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from jaxoverlap.errors import ConfigError
 from jaxoverlap.observe.logs import log_to_stderr
 from jaxoverlap.server.address import Address
 from jaxoverlap.server.admin_service import Instance
 from jaxoverlap.server.config import ServerConfig
+from jaxoverlap.server.control import Control
 from jaxoverlap.server.frontend import FrontEnd
 
 logger = logging.getLogger(__name__)
@@ -39,13 +41,15 @@ class FrontEndSpec:
 async def run_frontend(spec: FrontEndSpec, engine: socket.socket, supervisor: socket.socket) -> NoReturn:
     """Serves, and ends the process: taking the event loop down would wait for whatever task or thread does not let go,
     such as one that is at a long prompt."""
-    admin_address = None if spec.admin_address is None else Address(**spec.admin_address)
-    frontend = FrontEnd(
-        ServerConfig(**spec.config), Instance(**spec.instance), spec.index, Address(**spec.address), admin_address
-    )
     code = 1
     try:
+        admin_address = None if spec.admin_address is None else Address(**spec.admin_address)
+        frontend = FrontEnd(
+            ServerConfig(**spec.config), Instance(**spec.instance), spec.index, Address(**spec.address), admin_address
+        )
         code = await frontend.run(engine, supervisor)
+    except ConfigError as error:  # a file has changed since the supervisor looked at it
+        (await Control.over(supervisor)).send("failed", str(error))
     except Exception:
         logger.exception("the front end has failed")
     finally:

@@ -36,9 +36,15 @@ def serve(config: ServerConfig, engine: EngineSpec, on_ready: Callable[[str, Add
       on_ready: called with the model's name and the address, when calls are taken.
 
     Raises:
-      ConfigError: it can't listen there.
+      ConfigError: it can't listen there, or a file of tokens or certificates can't be used.
       ServerFailure: it could not start, or could not go on.
     """
+    if config.has_secrets:
+        from jaxoverlap.server.tls import server_credentials  # brings grpc, which the supervisor does without
+        from jaxoverlap.server.tokens import Gatekeeper
+
+        Gatekeeper(config)
+        server_credentials(config)
     with ExitStack() as stack:
         address = stack.enter_context(reserved(config.address))
         admin = config.admin_address

@@ -52,23 +52,62 @@ class CertificateFiles:
             raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
+        _check_certificates("tls_cert", self._cert)
+        _check_key(self._key, self._cert)
+        if self._client_ca is not None:
+            _check_certificates("tls_client_ca", self._client_ca)
         try:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(self._cert, self._key)
-            if self._client_ca is not None:
-                context.load_verify_locations(self._client_ca)
             authority = None if self._client_ca is None else Path(self._client_ca).read_bytes()
             pair = (Path(self._key).read_bytes(), Path(self._cert).read_bytes())
-        except (OSError, ssl.SSLError) as error:
-            raise ConfigError(f"{', '.join(self._paths())} can't be used for TLS: {error}") from error
+        except OSError as error:
+            raise ConfigError(f"{error.filename}: {error.strerror}") from error
         return grpc.ssl_server_certificate_configuration([pair], authority)
 
     def _paths(self) -> list[str]:
         return [path for path in (self._cert, self._key, self._client_ca) if path is not None]
 
 
+def _check_certificates(name: str, path: str) -> None:
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"{name}: {path}: there is no certificate in PEM format in it") from error
+    except OSError as error:
+        raise ConfigError(f"{name}: {path}: {error.strerror}") from error
+
+
+def _check_key(key: str, cert: str) -> None:
+    is_encrypted = False
+
+    def passphrase() -> str:
+        nonlocal is_encrypted
+        is_encrypted = True
+        return ""
+
+    problem = None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, passphrase)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            problem = f"it is not the key of {cert}"
+        elif error.reason is None:
+            problem = "there is no private key in PEM format in it"
+        else:
+            problem = error.reason.lower().replace("_", " ")
+    except OSError as error:
+        problem = error.strerror
+    if is_encrypted:
+        problem = "it is encrypted; use a key without a passphrase"
+    if problem is not None:
+        raise ConfigError(f"tls_key: {key}: {problem}")
+
+
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
-    """None is no TLS."""
+    """None is no TLS.
+
+    Raises:
+      ConfigError: a file can't be used.
+    """
     if config.tls_cert is None or config.tls_key is None:
         return None
     return CertificateFiles(config.tls_cert, config.tls_key, config.tls_client_ca).credentials()

@@ -9,12 +9,14 @@ health                      everybody, always: it says nothing else, and probes 
 
 from __future__ import annotations
 
+import codecs
 import hmac
 import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxoverlap.errors import AccessDeniedError, ConfigError
+from jaxoverlap.server.config import ServerConfig
 from jaxoverlap.server.statuses import UnauthenticatedError
 
 logger = logging.getLogger(__name__)
@@ -26,16 +28,18 @@ _HEALTH, _ADMIN, _REFLECTION = "/grpc.health.", "/jaxoverlap.v1.AdminService/", 
 class TokenFile:
     """The tokens of a file, one a line; empty lines and those that begin with # are none.
 
+    Args:
+      name: of the setting that names the file, for errors.
+
     Raises:
-      ConfigError: it can't be read, or has no token.
+      ConfigError: it can't be read, has no token, or has one that no call can bring.
     """
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path)
+    def __init__(self, name: str, path: str) -> None:
+        self._name, self._path = name, Path(path)
         self._stamp = self._look()
         self._tokens = self._read()
-        if not self._tokens:
-            raise ConfigError(f"{path}: there is no token in it")
+        self._complaint = ""
 
     def has(self, token: bytes) -> bool:
         """Takes as long for a wrong token as for a right one."""
@@ -47,41 +51,51 @@ class TokenFile:
             stamp = self._look()
             if stamp == self._stamp:
                 return
-            tokens = self._read()
+            self._tokens = self._read()
         except ConfigError as error:
-            logger.warning("tokens stay as they were: %s", error)
+            if self._complaint != str(error):
+                self._complaint = str(error)
+                logger.warning("tokens stay as they were: %s", error)
             return
-        self._stamp = stamp
-        if tokens:
-            self._tokens = tokens
-            logger.info("%s: %d tokens", self._path, len(tokens))
-        else:
-            logger.warning("%s: there is no token in it; tokens stay as they were", self._path)
+        self._stamp, self._complaint = stamp, ""
+        logger.info("%s: %d tokens", self._path, len(self._tokens))
 
     def _look(self) -> tuple[int, int, int]:
         try:
             found = self._path.stat()
         except OSError as error:
-            raise ConfigError(f"{self._path}: {error.strerror}") from error
+            raise ConfigError(f"{self._name}: {self._path}: {error.strerror}") from error
         return found.st_mtime_ns, found.st_size, found.st_ino
 
     def _read(self) -> list[bytes]:
         try:
-            lines = self._path.read_bytes().splitlines()
+            lines = self._path.read_bytes().removeprefix(codecs.BOM_UTF8).splitlines()
         except OSError as error:
-            raise ConfigError(f"{self._path}: {error.strerror}") from error
-        return [line.strip() for line in lines if line.strip() and not line.strip().startswith(b"#")]
+            raise ConfigError(f"{self._name}: {self._path}: {error.strerror}") from error
+        tokens = []
+        for number, line in enumerate(map(bytes.strip, lines), start=1):
+            if line and not line.startswith(b"#"):
+                if not (line.isascii() and line.decode().isprintable()):
+                    raise ConfigError(f"{self._name}: {self._path}: line {number} is not printable ASCII")
+                tokens.append(line)
+        if not tokens:
+            raise ConfigError(f"{self._name}: {self._path}: there is no token in it")
+        return tokens
 
 
 class Gatekeeper:
     """Decides by a call's method and the token it brings. See the table above.
 
-    Args:
-      admin_is_open: without any token file, for callers on this machine.
+    Raises:
+      ConfigError: a token file can't be used.
     """
 
-    def __init__(self, tokens: TokenFile | None, admin_tokens: TokenFile | None, *, admin_is_open: bool) -> None:
-        self._tokens, self._admin_tokens, self._admin_is_open = tokens, admin_tokens, admin_is_open
+    def __init__(self, config: ServerConfig) -> None:
+        self._tokens, self._admin_tokens = (
+            None if path is None else TokenFile(name, path)
+            for name, path in (("token_file", config.token_file), ("admin_token_file", config.admin_token_file))
+        )
+        self._admin_is_open = config.admin_is_open
 
     def check(self, method: str, metadata: Sequence[tuple[str, str | bytes]]) -> None:
         """Raises `UnauthenticatedError` or `AccessDeniedError`."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import signal
+import socket
 import stat
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,11 +17,13 @@ import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxoverlap.engine import messages
 from jaxoverlap.observe import trace_file
 from jaxoverlap.server.address import Address, reserved
+from jaxoverlap.server.config import ServerConfig
 from jaxoverlap.v1 import admin_service_pb2 as admin
 from jaxoverlap.v1 import generate_service_pb2 as pb
-from tests.server.processes import SMALL, Served
+from tests.server.processes import ROOT, SMALL, Served
 from tests.server.rig import Caller, eventually, expected, generation
 from tests.server.test_statuses import failure_of
 from tests.server.toy import BLOCKS, BREAKS
@@ -232,6 +239,37 @@ def test_a_server_that_cannot_start_says_why_in_one_line():
         assert missing.wait() == crashing.wait() == 2
         assert "error: missing: no such file or folder" in missing.log().splitlines()
         assert "error: RuntimeError: no driver" in crashing.log().splitlines()
+
+
+def test_a_file_that_can_not_be_used_ends_a_server_before_it_loads_anything(tmp_path):
+    (tmp_path / "tokens").write_text("# none\n")
+    with Served("--model", "crashing", "--token-file", str(tmp_path / "tokens")) as served:
+        assert served.wait() == 2
+        assert served.log().splitlines() == [f"error: token_file: {tmp_path / 'tokens'}: there is no token in it"]
+
+
+def test_a_file_that_a_front_end_can_not_use_any_more_is_told_to_the_supervisor(tmp_path):
+    described = json.dumps(
+        {
+            "config": dataclasses.asdict(ServerConfig()) | {"token_file": str(tmp_path / "gone")},
+            "instance": {"instance_id": "x", "started": 0.0, "grace": 1.0},
+            "index": 0,
+            "address": {},
+            "admin_address": None,
+        }
+    )
+    (engine, other), (supervisor, ours) = socket.socketpair(), socket.socketpair()
+    arguments = f"[{described}, {engine.fileno()}, {supervisor.fileno()}]"
+    command = [sys.executable, "-m", "jaxoverlap.server.frontend_process", arguments]
+    run = subprocess.run(
+        command, pass_fds=[engine.fileno(), supervisor.fileno()], cwd=ROOT, capture_output=True, text=True
+    )
+    unpacker = messages.new_unpacker()
+    unpacker.feed(ours.recv(1 << 16))
+    assert next(unpacker) == ["failed", f"token_file: there is no file '{tmp_path / 'gone'}'"]
+    assert (run.returncode, run.stderr) == (1, "")
+    for end in (engine, other, supervisor, ours):
+        end.close()
 
 
 def test_a_unix_socket_is_its_owners_alone_and_an_address_has_one_server(tmp_path):

@@ -15,7 +15,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jaxoverlap.errors import ConfigError
 from jaxoverlap.server.config import ServerConfig
-from jaxoverlap.server.tokens import TokenFile
+from jaxoverlap.server.tls import server_credentials
+from jaxoverlap.server.tokens import Gatekeeper, TokenFile
 from jaxoverlap.v1 import admin_service_pb2 as admin
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.v1 import generate_service_pb2_grpc
@@ -81,8 +82,7 @@ def test_tokens_are_asked_for_and_read_again_when_they_change(tmp_path):
         eventually(lambda: code_of(call, generation(), metadata=bearer("third")) == grpc.StatusCode.OK)
         assert code_of(call, generation(), metadata=bearer("first")) == UNAUTHENTICATED
         replace_file(tokens, "# nobody\n")  # rather the old ones than none, or everybody
-        tokens_file = rig.frontend._gatekeeper._tokens
-        eventually(lambda: tokens_file._stamp == tokens_file._look())
+        eventually(lambda: "there is no token" in rig.frontend._gatekeeper._tokens._complaint)
         assert code_of(call, generation(), metadata=bearer("third")) == grpc.StatusCode.OK
         tokens.unlink()
         assert code_of(call, generation(), metadata=bearer("third")) == grpc.StatusCode.OK
@@ -96,10 +96,42 @@ def test_tokens_of_callers_do_not_open_the_admin_service(tmp_path):
         assert error.code() == DENIED and "caller" not in error.details()
 
 
-def test_a_token_file_without_tokens_is_an_error(tmp_path):
-    (tmp_path / "empty").write_text("# none\n")
-    with pytest.raises(ConfigError, match="no token"):
-        TokenFile(str(tmp_path / "empty"))
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"# none\n", "there is no token in it"),
+        (b"", "there is no token in it"),
+        ("fine\nschlüssel\n".encode(), "line 2 is not printable ASCII"),
+        ("token\n".encode("utf-16"), "line 1 is not printable ASCII"),
+    ],
+)
+def test_a_token_file_that_lets_nobody_in_is_an_error(tmp_path, content, problem):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ConfigError, match=f"token_file: {tmp_path / 'file'}: {problem}"):
+        Gatekeeper(ServerConfig(token_file=str(tmp_path / "file")))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_token(tmp_path):
+    (tmp_path / "tokens").write_bytes("first\r\nsecond".encode("utf-8-sig"))
+    tokens = TokenFile("token_file", str(tmp_path / "tokens"))
+    assert tokens.has(b"first") and tokens.has(b"second")
+
+
+def test_what_is_wrong_with_a_changed_token_file_is_said_once(tmp_path, caplog):
+    path = tmp_path / "tokens"
+    path.write_text("first\n")
+    tokens = TokenFile("token_file", str(path))
+    path.unlink()
+    for _ in range(3):
+        tokens.refresh()
+    path.write_text("other\n\x00\n")
+    for _ in range(3):
+        tokens.refresh()
+    assert tokens.has(b"first") and not tokens.has(b"other")
+    assert [record.getMessage() for record in caplog.records] == [
+        f"tokens stay as they were: token_file: {path}: No such file or directory",
+        f"tokens stay as they were: token_file: {path}: line 2 is not printable ASCII",
+    ]
 
 
 # ---------------------------------------------------------------- TLS
@@ -140,6 +172,32 @@ def test_tls_and_a_renewed_certificate(tmp_path, authority):
         eventually(lambda: write_certificate(tmp_path, other) and os.stat(files["tls_cert"]).st_mtime_ns != before)
         assert answers_over_tls(rig.target, other)
         assert not answers_over_tls(rig.target, authority)
+
+
+ENCRYPTED_KEY = b"""-----BEGIN EC PRIVATE KEY-----
+Proc-Type: 4,ENCRYPTED
+DEK-Info: AES-128-CBC,0123456789ABCDEF0123456789ABCDEF
+
+MHcCAQEEIAAA
+-----END EC PRIVATE KEY-----
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "content", "problem"),
+    [
+        ("tls_cert", b"junk", "there is no certificate in PEM format in it"),
+        ("tls_key", b"", "there is no private key in PEM format in it"),
+        ("tls_key", ENCRYPTED_KEY, "it is encrypted; use a key without a passphrase"),
+        ("tls_key", trustme.CA().issue_cert("x").private_key_pem.bytes(), "it is not the key of .*cert.pem"),
+        ("tls_client_ca", b"junk", "there is no certificate in PEM format in it"),
+    ],
+)
+def test_a_file_that_can_not_be_used_for_tls_is_an_error_that_names_it(tmp_path, authority, setting, content, problem):
+    (tmp_path / "bad").write_bytes(content)
+    files = write_certificate(tmp_path, authority) | {setting: str(tmp_path / "bad")}
+    with pytest.raises(ConfigError, match=f"^{setting}: {tmp_path / 'bad'}: {problem}$"):
+        server_credentials(ServerConfig(**files))
 
 
 def test_mutual_tls(tmp_path, authority):
