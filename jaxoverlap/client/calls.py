@@ -42,6 +42,8 @@ from jaxoverlap.v1 import generate_service_pb2
 from jaxoverlap.wire import answers, requests, statuses
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
+_LONGEST_SECONDS = 27_000 * 3600.0
+"""Of a deadline. gRPC itself sends no longer one, and takes those after the year 2262 for passed."""
 _STATUS_KEY = "grpc-status-details-bin"
 
 
@@ -72,7 +74,9 @@ class Tries:
     @property
     def seconds_left(self) -> float | None:
         """For the next try's deadline."""
-        return None if math.isinf(self._deadline) else max(self._deadline - self._clock.now(), 0.0)
+        if math.isinf(self._deadline):
+            return None
+        return min(max(self._deadline - self._clock.now(), 0.0), _LONGEST_SECONDS)
 
     def pause_after(self, error: JaxOverlapError, *, received: bool = False) -> float | None:
         """Seconds to wait before the next try; None where there is none.

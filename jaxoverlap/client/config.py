@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -38,7 +39,8 @@ class ClientConfig:
       server_name: the name to expect in the server's certificate, where it is not the target's host.
       token: sent with each call as a bearer token; or a function that returns it, asked for each call.
       allow_plaintext_token: send it without TLS to another machine, where something else protects it.
-      metadata: further pairs sent with each call, such as ("traceparent", …).
+      metadata: further pairs sent with each call, such as ("traceparent", …): keys of lower case letters, digits and
+        - _ . with values of printable ASCII, or of bytes if the key ends in -bin.
       model: the served model's name, checked by the service; empty is whatever is served.
       timeout: seconds that a call may take, its retries included; for requests whose options have none of their own,
         and for all other calls. None is no limit.
@@ -59,7 +61,7 @@ class ClientConfig:
     server_name: str | None = None
     token: str | Callable[[], str] | None = field(default=None, repr=False)
     allow_plaintext_token: bool = False
-    metadata: Sequence[tuple[str, str]] = field(default=(), repr=False)
+    metadata: Sequence[tuple[str, str | bytes]] = field(default=(), repr=False)
     model: str = ""
     timeout: float | None = None
     max_retries: int = 4
@@ -81,8 +83,9 @@ class ClientConfig:
             raise ConfigError("client_certificate and client_key go together")
         if self.server_name is not None and not self.has_tls:
             raise ConfigError("server_name: there is no certificate without TLS; set tls as well")
-        if isinstance(self.token, str) and (not self.token or not self.token.isascii() or not self.token.isprintable()):
-            raise ConfigError("token: it must be printable ASCII, and not empty")
+        if isinstance(self.token, str):
+            _check_token(self.token)
+        _check_metadata(self.metadata)
         if self.token is not None and not (self.has_tls or self.allow_plaintext_token or _is_local(self.target)):
             raise ConfigError(
                 f"token: without TLS everybody on the way to {self.target} can read it; set tls, or "
@@ -120,10 +123,37 @@ class ClientConfig:
             options.append(("grpc.ssl_target_name_override", self.server_name))
         return options
 
-    def call_metadata(self) -> list[tuple[str, str]]:
-        """What goes with a call, besides its message."""
-        token = self.token() if callable(self.token) else self.token
+    def call_metadata(self) -> list[tuple[str, str | bytes]]:
+        """What goes with a call, besides its message. Raises ConfigError for a token that can't be sent."""
+        token = self.token
+        if callable(token):
+            token = token()
+            if token is not None:
+                _check_token(token)
         return [*self.metadata, *([] if token is None else [("authorization", f"Bearer {token}")])]
+
+
+def _check_token(token: Any) -> None:
+    if not isinstance(token, str) or not token or not token.isascii() or not token.isprintable():
+        raise ConfigError("token: it must be printable ASCII, and not empty")
+
+
+def _check_metadata(metadata: Any) -> None:
+    if isinstance(metadata, str) or not isinstance(metadata, Sequence):
+        raise ConfigError(f"metadata: {type(metadata).__name__} is not allowed; use a list of pairs")
+    for index, pair in enumerate(metadata):
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise ConfigError(f"metadata[{index}]: {type(pair).__name__} is not allowed; use a pair of key and value")
+        key, value = pair
+        if not isinstance(key, str) or not re.fullmatch("[0-9a-z_.-]+", key) or key.startswith("grpc-"):
+            allowed = "use lower case letters, digits and - _ . as key, and nothing that begins with grpc-"
+            raise ConfigError(f"metadata[{index}]: {key!r} is not allowed; {allowed}")
+        if key.endswith("-bin"):
+            is_fine, allowed = isinstance(value, bytes), "bytes"
+        else:
+            is_fine, allowed = isinstance(value, str) and value.isascii() and value.isprintable(), "printable ASCII"
+        if not is_fine:  # it may be secret
+            raise ConfigError(f"metadata[{index}]: the value of {key!r} is not allowed; use {allowed}")
 
 
 def _is_local(target: str) -> bool:

@@ -75,10 +75,18 @@ def test_tokens(connect):
 
 
 def test_metadata_goes_with_every_call(connect, server):
-    client = connect(server.target, metadata=[("x-tenant", "blue")])
+    client = connect(server.target, metadata=[("x-tenant", "blue"), ("x-some_9.more-bin", b"\xff\n")])
     client.generate("a")
     list(client.stream("a"))
     assert [call.metadata["x-tenant"] for call in server.calls] == ["blue"] * 2
+
+
+@pytest.mark.parametrize("token", ["a\n", "ä", "", 7])
+def test_a_token_that_can_not_be_sent_is_named(connect, server, token):
+    client = connect(server.target, token=lambda: token)
+    for work in (lambda: client.generate("a"), lambda: list(client.stream("a")), client.load):
+        with pytest.raises(ConfigError, match=r"^token: it must be printable ASCII"):
+            work()
 
 
 @pytest.mark.parametrize(
@@ -104,6 +112,13 @@ def test_a_token_does_not_leave_it_in_the_clear(target):
         ({"target": ""}, "^target: ''"),
         ({"target": 7}, "^target: 7"),
         ({"timeout": 0}, "^timeout: 0"),
+        ({"metadata": "x-a"}, "^metadata: str"),
+        ({"metadata": ["xa"]}, r"^metadata\[0\]: str"),
+        ({"metadata": [("x-a", "fine"), ("X-Trace", "a")]}, r"^metadata\[1\]: 'X-Trace' is not allowed; use lower"),
+        ({"metadata": [("grpc-timeout", "1S")]}, r"^metadata\[0\]: 'grpc-timeout'"),
+        ({"metadata": [("x-a", "ä")]}, r"^metadata\[0\]: the value of 'x-a' .* printable ASCII"),
+        ({"metadata": [("x-a", "a\nb")]}, r"^metadata\[0\]: the value of 'x-a'"),
+        ({"metadata": [("x-bin", "text")]}, r"^metadata\[0\]: the value of 'x-bin' .* use bytes"),
         ({"timeout": float("nan")}, "^timeout: nan"),
         ({"max_retries": -1}, "^max_retries: -1"),
         ({"concurrency": 0}, "^concurrency: 0"),

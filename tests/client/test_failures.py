@@ -45,6 +45,14 @@ def raised(result):
     return result
 
 
+@pytest.mark.parametrize("seconds", [1e9, 1e10, 1e18, 1e300])
+def test_an_enormous_timeout_is_no_deadline_that_has_passed(connect, server, seconds):
+    assert connect(server.target, timeout=seconds).load()
+    client = connect(server.target)
+    assert client.generate("abc", options=RequestOptions(timeout=seconds))[0].text == "<abc>"
+    assert all(call.seconds_left is None or call.seconds_left > 1e7 for call in server.calls)
+
+
 @pytest.mark.parametrize(
     "error",
     [
