@@ -21,7 +21,8 @@ from jaxoverlap.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, Connectio
 from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, read_prompts, show_answers
 from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
 from jaxoverlap.observe import memory_page
-from jaxoverlap.observe.step_log import describe_step
+from jaxoverlap.observe.step_log import CAPACITY, describe_step
+from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.observe.trace_page import facts
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from jaxoverlap.client import Client
 
 TOGETHER = 32
+MOST = 2**32 - 1
+"""That a field of a message holds."""
 
 Target = Annotated[
     str,
@@ -163,7 +166,16 @@ def snapshot(
         ),
     ] = None,
     count: Annotated[int, typer.Option(min=1, help="Moments of the map.")] = 1,
-    every: Annotated[float, typer.Option(metavar="SECONDS", min=0.0, help="Between two of them.")] = 1.0,
+    every: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.0,
+            max=command.LONGEST_SECONDS,
+            callback=command.finite,
+            help="Between two of them.",
+        ),
+    ] = 1.0,
     target: Target = DEFAULT_TARGET,
     *,
     connection: ConnectionOptions,
@@ -188,7 +200,9 @@ def _snapshots(client: Client, count: int, every: float) -> Iterator[tuple[float
 
 
 def steps(
-    last: Annotated[int, typer.Option(metavar="N", help="So many of the newest; the log holds 1000.")] = 20,
+    last: Annotated[
+        int, typer.Option(metavar="N", min=1, max=CAPACITY, help="So many of the newest; the log holds 1000.")
+    ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="As objects, one in a line.")] = False,
     target: Target = DEFAULT_TARGET,
     *,
@@ -209,9 +223,15 @@ def trace(
             "--output", "-o", metavar="FILE", callback=command.writable, help="Compressed, if the name ends in .gz."
         ),
     ],
-    seconds: Annotated[float, typer.Option(help="How long. Ctrl-C ends it sooner.")] = 5.0,
+    seconds: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=command.LONGEST_SECONDS, callback=command.finite, help="How long. Ctrl-C ends it sooner."
+        ),
+    ] = 5.0,
     max_steps: Annotated[
-        int | None, typer.Option(show_default=False, help="Keep the last so many. Default: 2000.")
+        int | None,
+        typer.Option(min=1, max=MAX_STEPS, show_default=False, help="Keep the last so many. Default: 2000."),
     ] = None,
     target: Target = DEFAULT_TARGET,
     *,
@@ -220,16 +240,20 @@ def trace(
     """Record what the server's host and device do when, for `jaxoverlap trace view` or Perfetto."""
     with connection.client(target, progress=False) as client:
         client.start_trace(max_steps)
-        with contextlib.suppress(KeyboardInterrupt):
-            time.sleep(seconds)
-        recorded = client.stop_trace()
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(seconds)
+        finally:
+            recorded = client.stop_trace()
     command.save_trace(output, recorded)
     command.say(" · ".join(f"{name} {value}" for name, value in facts(recorded["otherData"])) or "no steps")
     return command.OK
 
 
 def profile(
-    steps: Annotated[int | None, typer.Option(show_default=False, help="It ends after so many. Default: 100.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST, show_default=False, help="It ends after so many. Default: 100.")
+    ] = None,
     stop: Annotated[bool, typer.Option("--stop", help="End the one that is running.")] = False,
     target: Target = DEFAULT_TARGET,
     *,
@@ -266,7 +290,9 @@ def abort(
 def drain(
     timeout: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", show_default=False, help="How long to wait. Default: the server's own."),
+        typer.Option(
+            metavar="SECONDS", min=0.0, show_default=False, help="How long to wait. Default: the server's own."
+        ),
     ] = None,
     target: Target = DEFAULT_TARGET,
     *,

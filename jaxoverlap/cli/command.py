@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import signal
 import sys
@@ -62,6 +63,17 @@ def writable(path: str | None) -> str | None:
     if path is not None and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
         raise typer.BadParameter(f"{path!r} is not a file in a folder that is there")
     return path
+
+
+def finite(value: float | None) -> float | None:
+    """What the bounds of an option let through besides: nan fails no comparison."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number")
+    return value
+
+
+LONGEST_SECONDS = 1e9
+"""That anybody can be asked to wait: some thirty years."""
 
 
 TraceFile = Annotated[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from jaxoverlap.simulation.virtual_time import Arrival, Prediction, Speeds
 
 
+_time = functools.partial(typer.Option, min=0.0, callback=command.finite)
+
+
 def simulate(
     rows: Annotated[int, typer.Option(help="Requests that decode together at most.")] = 64,
     requests: Annotated[int, typer.Option(min=1, help="How many come.")] = 256,
@@ -27,19 +31,15 @@ def simulate(
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
     device_ms: Annotated[
-        float | None, typer.Option(help="Device time of a step, whatever is in it.", show_default="5")
+        float | None, _time(help="Device time of a step, whatever is in it.", show_default="5")
     ] = None,
-    device_us_per_row: Annotated[float | None, typer.Option(help="For each decoding row.", show_default="10")] = None,
-    device_us_per_prompt_token: Annotated[
-        float | None, typer.Option(help="For each prompt token.", show_default="20")
-    ] = None,
+    device_us_per_row: Annotated[float | None, _time(help="For each decoding row.", show_default="10")] = None,
+    device_us_per_prompt_token: Annotated[float | None, _time(help="For each prompt token.", show_default="20")] = None,
     device_ns_per_kv_token: Annotated[
-        float | None, typer.Option(help="For each KV position that a row reads.", show_default="0")
+        float | None, _time(help="For each KV position that a row reads.", show_default="0")
     ] = None,
-    host_ms: Annotated[
-        float | None, typer.Option(help="Host time of a step, whatever is in it.", show_default="0.1")
-    ] = None,
-    host_us_per_row: Annotated[float | None, typer.Option(help="For each row.", show_default="1")] = None,
+    host_ms: Annotated[float | None, _time(help="Host time of a step, whatever is in it.", show_default="0.1")] = None,
+    host_us_per_row: Annotated[float | None, _time(help="For each row.", show_default="1")] = None,
     lookaheads: Annotated[
         list[int] | None, typer.Option("--lookahead", help="Of overlap. Default: 1, 2 and 4.")
     ] = None,
@@ -76,8 +76,6 @@ def simulate(
         "host_row": (host_us_per_row, 1e6),
     }
     assumed: dict[str, Any] = {name: value / unit for name, (value, unit) in given.items() if value is not None}
-    if min(assumed.values(), default=0) < 0:
-        raise command.CommandError("times can't be below 0")
     speeds = replace(_speeds(measured), **assumed)
     if not assumed.keys() <= {"host_step", "host_row"}:
         speeds = replace(speeds, shapes={})  # measured of another device than is asked for
@@ -139,7 +137,7 @@ def _described(prediction: Prediction) -> dict[str, Any]:
         "p99": ms(prediction.first_token, 99),
         "between tokens ms p50": ms(prediction.gaps, 50),
         "gap p99": ms(prediction.gaps, 99),
-        "device busy": prediction.busy / prediction.seconds,
+        "device busy": prediction.busy / prediction.seconds if prediction.seconds else 0.0,
         "steps": prediction.steps,
         "overlapped": prediction.overlapped / prediction.steps,
     }

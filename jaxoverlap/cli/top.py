@@ -20,10 +20,20 @@ from jaxoverlap.observe.boundaries import BOUNDARIES
 from jaxoverlap.observe.histogram import quantile
 
 _WAIT = "wait"
+_NEVER_LESS = ("steps", "prompt_tokens", "generation_tokens")
 
 
 def top(
-    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 1.0,
+    interval: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            min=0.1,
+            max=command.LONGEST_SECONDS,
+            callback=command.finite,
+            help="Between two looks.",
+        ),
+    ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Look for one interval, print it and leave.")] = False,
     target: Target = DEFAULT_TARGET,
     *,
@@ -54,8 +64,17 @@ def top(
 
 
 def screen(head: str, max_running: int, before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> Group:
-    """What has happened between two readings of the server's metrics, `seconds` apart."""
+    """What has happened between two readings of the server's metrics, `seconds` apart, or since it started anew."""
+    if any(after[name] < before[name] for name in _NEVER_LESS):
+        before = _none_of(after)
     return Group(Text(head, style="bold"), _numbers(max_running, before, after, seconds), _boundaries(before, after))
+
+
+def _none_of(read: Any) -> Any:
+    """What a server tells that has counted nothing yet."""
+    if isinstance(read, Mapping):
+        return {name: value if name == "bounds" else _none_of(value) for name, value in read.items()}
+    return [0] * len(read) if isinstance(read, list) else 0
 
 
 def _numbers(max_running: int, before: Mapping[str, Any], after: Mapping[str, Any], seconds: float) -> Table:

@@ -50,8 +50,11 @@ def picture(
             "--output", "-o", metavar="FILE", callback=command.writable, help="By its name an SVG, a PNG or a PDF."
         ),
     ] = "trace.svg",
-    start_ms: Annotated[float, typer.Option(min=0, help="Where the picture begins, from the first step on.")] = 0,
-    length_ms: Annotated[float, typer.Option(min=0.001, help="What it shows.")] = 1000,
+    start_ms: Annotated[
+        float,
+        typer.Option(min=0, callback=command.finite, help="Where the picture begins, from the first step on."),
+    ] = 0,
+    length_ms: Annotated[float, typer.Option(min=0.001, callback=command.finite, help="What it shows.")] = 1000,
 ) -> int:
     """Draw a window of traces: the host's lane above the device's, and between them, red, what nothing hid.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -11,6 +12,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jaxoverlap.checks import check_int, check_real
 from jaxoverlap.client.replies import AbortedIds, Load, ModelInfo, ServerInfo
 from jaxoverlap.errors import InvalidRequestError
 from jaxoverlap.prompts import Prompt
@@ -90,12 +92,14 @@ def flush_cache() -> Unary[int]:
 
 
 def drain(timeout: float | None) -> Unary[int]:
+    if timeout is not None:
+        check_real("timeout", timeout, 0.0, math.inf, "seconds, 0 or more")
     request = admin_service_pb2.DrainRequest(timeout_seconds=timeout)
     return Unary(lambda stubs: stubs.admin.Drain, request, lambda reply: reply.still_running, retried=False)
 
 
 def start_profile(steps: int | None) -> Unary[str]:
-    request = admin_service_pb2.StartProfileRequest(steps=steps)
+    request = admin_service_pb2.StartProfileRequest(steps=_count("steps", steps))
     return Unary(lambda stubs: stubs.admin.StartProfile, request, lambda reply: reply.trace_dir, retried=False)
 
 
@@ -105,7 +109,7 @@ def stop_profile() -> Unary[str]:
 
 
 def step_log(last: int | None) -> Unary[list[dict[str, Any]]]:
-    request = admin_service_pb2.GetStepLogRequest(last=last)
+    request = admin_service_pb2.GetStepLogRequest(last=_count("last", last))
     return Unary(lambda stubs: stubs.admin.GetStepLog, request, lambda reply: json.loads(reply.json))
 
 
@@ -115,7 +119,7 @@ def metrics() -> Unary[dict[str, Any]]:
 
 
 def start_trace(max_steps: int | None) -> Unary[None]:
-    request = admin_service_pb2.StartTraceRequest(max_steps=max_steps)
+    request = admin_service_pb2.StartTraceRequest(max_steps=_count("max_steps", max_steps))
     return Unary(lambda stubs: stubs.admin.StartTrace, request, lambda reply: None, retried=False)
 
 
@@ -136,6 +140,13 @@ def memory_snapshot() -> Unary[MemorySnapshot]:
         request,
         lambda reply: MemorySnapshot.from_dict(json.loads(reply.json)),
     )
+
+
+def _count(name: str, value: int | None) -> int | None:
+    """As a message holds it; None is left to the service. Raises InvalidRequestError."""
+    if value is not None:
+        check_int(name, value, 0, 2**32 - 1, "an integer from 0 to 2**32 - 1")
+    return value
 
 
 def health(service: str) -> Unary[bool]:

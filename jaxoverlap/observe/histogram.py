@@ -37,8 +37,11 @@ def quantile(before: Mapping[str, Any], after: Mapping[str, Any], share: float) 
     """Of the values counted between two readings: at most this is `share` of them, as well as the bounds tell.
 
     Between two bounds values are taken to be spread evenly, and beyond the last they count as it. None: there are none.
+    Counts that went back began anew meanwhile.
     """
     counts = [new - old for new, old in zip(after["counts"], before["counts"], strict=True)]
+    if min(counts) < 0:
+        counts = after["counts"]
     if not counts[-1]:
         return None
     wanted, low, below = share * counts[-1], 0.0, 0

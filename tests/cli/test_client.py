@@ -260,3 +260,35 @@ def test_a_map_of_the_memory_over_time(client, tmp_path):
     data = json.loads(re.search(r'type="application/json">(.*?)</script>', path.read_text())[1])
     assert len(data["moments"]) == 3 and [page["owner"] for page in data["moments"][2]["pages"]] == ["free", "row"]
     assert data["moments"][0]["facts"]["free runs"] == "1, longest 1"
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *(["steps", "--last", last] for last in (-1, 0, 5_000_000_000)),
+        *(["profile", "--steps", steps] for steps in (-1, 0, 5_000_000_000)),
+        *(["trace", "-o", "/tmp/none.json", "--max-steps", steps] for steps in (-1, 0, 5_000_000_000)),
+        *(["trace", "-o", "/tmp/none.json", "--seconds", seconds] for seconds in (-1, "nan", "inf", 1e30)),
+        *(["snapshot", "--html", "/tmp/none.html", "--every", seconds] for seconds in (-1, "nan", "inf", 1e30)),
+        ["snapshot", "--html", "/tmp/none.html", "--count", 0],
+        *(["drain", "--timeout", seconds] for seconds in (-1, "nan")),
+    ],
+    ids=lambda args: " ".join(map(str, args)),
+)
+def test_numbers_that_make_no_sense_are_refused_by_their_names(client, args):
+    result = client(*args)
+    name = next(arg for arg in reversed(args) if str(arg).startswith("--")).removeprefix("--")
+    assert result.exit_code == 2 and name.partition("=")[0] in result.stderr.replace("_", "-")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_trace_is_stopped_whatever_happens_meanwhile(client, server, monkeypatch, tmp_path):
+    def fails(seconds: float) -> None:
+        raise EngineError("no clock")
+
+    stopped = []
+    stop = server.StopTrace
+    monkeypatch.setattr(server, "StopTrace", lambda request, context: stopped.append(1) or stop(request, context))
+    monkeypatch.setattr("jaxoverlap.cli.client.time.sleep", fails)
+    assert client("trace", "-o", tmp_path / "t.json").exit_code == 2
+    assert stopped == [1]

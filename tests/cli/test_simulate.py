@@ -16,6 +16,15 @@ def test_the_three_schedules_are_compared(cli):
 
 def test_times_and_rates_that_can_not_be(cli):
     assert cli("simulate", "--rate", 0).exit_code == cli("simulate", "--device-ms", -1).exit_code == 2
+    for value in (-1, "nan", "inf"):
+        result = cli("simulate", "--host-us-per-row", value)
+        assert result.exit_code == 2 and "--host-us-per-row" in result.stderr
+
+
+def test_a_host_and_a_device_that_take_no_time(cli):
+    nothing = [f"--{name}=0" for name in ("device-ms", "device-us-per-row", "device-us-per-prompt-token", "host-ms")]
+    result = cli("simulate", "--requests", 3, "--output-len", 3, *nothing, "--host-us-per-row", 0, "--json")
+    assert {(row["tokens/s"], row["device busy"]) for row in json.loads(result.stdout)} == {(0.0, 0.0)}
 
 
 def test_speeds_are_taken_from_a_trace(cli, tmp_path):

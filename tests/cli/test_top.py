@@ -78,3 +78,11 @@ def test_one_look(cli, after):
     result = cli("top", "--once", "--interval", 0.1, "--target", server.target)
     assert result.exit_code == 0 and "fake at" in result.stdout and "tokens/s" in result.stdout
     server.stop()
+
+
+def test_a_server_that_has_started_anew_is_shown_since_then(after):
+    new = copy.deepcopy(BEFORE) | {"generation_tokens": 50, "steps": 5, "overlapped_steps": 4}
+    new["inter_token_latency_seconds"] = {"bounds": [0.01, 0.1], "counts": [40, 50, 50], "sum": 0.6}
+    lines = shown(screen("toy", 8, after, new, 2.0))
+    assert lines["tokens/s"] == "tokens/s 25.0 prompt tokens/s 0.0"
+    assert lines["overlapped steps"].startswith("overlapped steps 80.0%")

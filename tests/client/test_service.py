@@ -198,3 +198,15 @@ def test_a_service_with_tls_and_tokens(tmp_path):
             client.generate("Once", PARAMS)
         with Client(rig.target, progress=False, max_retries=0) as client, pytest.raises(ServerUnavailableError):
             client.generate("Once", PARAMS)
+
+
+def test_numbers_that_no_message_holds_are_refused_by_name(connect, server):
+    client = connect(server.target)
+    for work, name in (
+        (lambda: client.step_log(-1), "last"),
+        (lambda: client.start_profile(2**32), "steps"),
+        (lambda: client.start_trace(0.5), "max_steps"),
+        (lambda: client.drain(float("nan")), "timeout"),
+    ):
+        with pytest.raises(InvalidRequestError, match=f"^{name}: "):
+            work()

@@ -1,3 +1,5 @@
+import pytest
+
 from jaxoverlap.observe.histogram import Histogram, quantile
 
 
@@ -30,3 +32,11 @@ def test_quantiles_are_of_what_came_between_two_readings():
     assert quantile(before, after, 0.75) == 3.0
     histogram.add(99.0)
     assert quantile(after, histogram.read(), 0.5) == 4.0
+
+
+@pytest.mark.parametrize("values", [[], [1.5] * 3, [1.5] * 120])
+def test_counts_that_went_back_are_of_a_fresh_start(values):
+    before, after = Histogram([1.0, 2.0, 4.0]), Histogram([1.0, 2.0, 4.0])
+    before.add_all([0.5] * 100)
+    after.add_all(values)
+    assert quantile(before.read(), after.read(), 1.0) == (2.0 if values else None)
