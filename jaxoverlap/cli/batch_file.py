@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jaxoverlap.cli.batch_format import LINE_START, MAY_PASS, BadLine, read_key, too_long
-from jaxoverlap.cli.command import CommandError
+from jaxoverlap.cli.command import CommandError, standard_input, standard_output
 
 try:
     import fcntl
@@ -37,9 +36,9 @@ STANDARD = "-"
 
 
 def open_input(name: str) -> BinaryIO:
-    """Raises CommandError when it can't be read."""
+    """Raises CommandError when it can't be read, or is standard input and closed."""
     if name == STANDARD:
-        return sys.stdin.buffer
+        return standard_input().buffer
     try:
         return open(name, "rb")
     except OSError as error:
@@ -146,8 +145,8 @@ def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: b
     # Unbuffered: a line goes to the system at once, and nothing is left over to fail again when Python exits.
     try:
         if name == STANDARD:
-            _refuse_same_file(name, os.fstat(sys.stdout.fileno()), source)
-            stdout = sys.stdout.fileno()
+            stdout = standard_output().fileno()
+            _refuse_same_file(name, os.fstat(stdout), source)
             return BatchOutput("standard output", open(stdout, "wb", buffering=0, closefd=False), answered)
         file = open(name, "ab", buffering=0)  # noqa: SIM115
         try:

@@ -105,8 +105,8 @@ class Chat:
         Raises:
           EngineError, ServiceError: there is nobody to chat with any more.
         """
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-        interactive = sys.stdin.isatty()
+        command.standard_output().reconfigure(errors="replace")  # type: ignore[attr-defined]
+        interactive = command.standard_input().isatty()
         if interactive and not self._quiet:
             command.say(HELP)
         for line in _lines(interactive):

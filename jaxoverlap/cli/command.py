@@ -21,7 +21,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -39,6 +39,18 @@ _SHOW_CURSOR = b"\x1b[?25h"
 _NOISY = ("jax", "absl", "transformers", "huggingface_hub")
 
 
+def fill_closed_streams() -> None:
+    """To be called first. Of `<&-`, `>&-` and `2>&-` the numbers must not be those of files opened later, to which
+    libraries would then write. What is said on a closed standard error goes nowhere."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
 class CommandError(Exception):
     """Ends the command with its one line on standard error and exit code 2."""
 
@@ -52,6 +64,20 @@ def as_command(work: Callable[..., int]) -> Callable[..., None]:
         raise typer.Exit(_exit_code(functools.partial(with_options, **options)))
 
     return run
+
+
+def standard_input() -> TextIO:
+    """Raises CommandError if it is closed."""
+    if sys.stdin is None:
+        raise CommandError("standard input is closed")
+    return sys.stdin
+
+
+def standard_output() -> TextIO:
+    """Raises CommandError if it is closed."""
+    if sys.stdout is None:
+        raise CommandError("standard output is closed")
+    return sys.stdout
 
 
 def say(text: str) -> None:
@@ -211,7 +237,8 @@ def _exit_code(work: Callable[[], int]) -> int:
 
 def _forget_stdout() -> None:
     """What is still in its buffer goes nowhere, instead of failing once more when Python exits."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _set_up_log(quiet: bool) -> None:

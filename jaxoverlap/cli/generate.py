@@ -105,6 +105,7 @@ def show_answers(
       texts: the prompts as they were given.
       together: streams that run at once.
     """
+    command.standard_output()
     started = time.perf_counter()
     if params.num_samples > params.n:
         deltas = _whole(engine, asked, params, options)

@@ -15,7 +15,7 @@ from jaxoverlap.cli.autotune import autotune
 from jaxoverlap.cli.batch import batch
 from jaxoverlap.cli.bench import bench
 from jaxoverlap.cli.chat import chat
-from jaxoverlap.cli.command import FAILED, as_command, say
+from jaxoverlap.cli.command import FAILED, as_command, fill_closed_streams, say
 from jaxoverlap.cli.generate import generate
 from jaxoverlap.cli.inspect_step import inspect_step
 from jaxoverlap.cli.serve import serve
@@ -82,6 +82,7 @@ def _root(
 
 
 def main() -> None:
+    fill_closed_streams()
     app()
 
 

@@ -163,7 +163,6 @@ def serve(
             os._exit(command.FAILED)
         raise
     if config.in_process:  # its thread may still compile
-        sys.stdout.flush()
         os._exit(command.OK)
     return command.OK
 

@@ -11,7 +11,7 @@ from dataclasses import fields
 import pytest
 
 from jaxoverlap.cli.connection import DEFAULT_TARGET, ConnectionOptions
-from jaxoverlap.client import ClientConfig
+from jaxoverlap.client import Client, ClientConfig
 from jaxoverlap.client.config import DEFAULT_TARGET as CLIENT_TARGET
 from jaxoverlap.errors import (
     AccessDeniedError,
@@ -282,13 +282,13 @@ def test_numbers_that_make_no_sense_are_refused_by_their_names(client, args):
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_a_trace_is_stopped_whatever_happens_meanwhile(client, server, monkeypatch, tmp_path):
+def test_a_trace_is_stopped_whatever_happens_meanwhile(client, monkeypatch, tmp_path):
     def fails(seconds: float) -> None:
         raise EngineError("no clock")
 
     stopped = []
-    stop = server.StopTrace
-    monkeypatch.setattr(server, "StopTrace", lambda request, context: stopped.append(1) or stop(request, context))
+    stop = Client.stop_trace
+    monkeypatch.setattr(Client, "stop_trace", lambda client: stopped.append(1) or stop(client))
     monkeypatch.setattr("jaxoverlap.cli.client.time.sleep", fails)
     assert client("trace", "-o", tmp_path / "t.json").exit_code == 2
     assert stopped == [1]

@@ -260,3 +260,32 @@ def test_any_locale_will_do(start):
     stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr) == (0, b"")
     assert b"==> 2/2: b? <==" in stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("batch -i - -o OUT <&-", "error: standard input is closed"),
+        ("batch -i IN -o - -q >&-", "error: standard output is closed"),
+        ("generate hello -q >&-", "error: standard output is closed"),
+        ("generate - -q <&-", "error: no prompt"),
+        ("chat -q <&-", "error: standard input is closed"),
+        ("chat -q >&-", "error: standard output is closed"),
+    ],
+)
+def test_a_closed_stream_is_an_error_in_one_line(tmp_path, arguments, said):
+    (tmp_path / "in").write_text("")
+    arguments = arguments.replace("IN", str(tmp_path / "in")).replace("OUT", str(tmp_path / "out"))
+    command = f"{sys.executable} -m tests.cli.toy {arguments}"
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 2 and run.stderr.startswith(said) and run.stderr.count("\n") == 1
+
+
+def test_what_is_said_on_a_closed_stream_goes_nowhere_else(tmp_path):
+    line = json.dumps({"custom_id": "1", "body": {"prompt": "hi", "max_tokens": 3}})
+    (tmp_path / "in").write_text(f"{line}\n")
+    command = f"{sys.executable} -m tests.cli.toy batch -i {tmp_path}/in -o {tmp_path}/out 2>&-"
+    run = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, "")
+    (answer,) = (tmp_path / "out").read_text().splitlines()
+    assert json.loads(answer)["custom_id"] == "1"
