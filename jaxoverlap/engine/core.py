@@ -373,10 +373,10 @@ class EngineCore:
                 self._refuse(entry.link, entry.key, AbortedError(messages.ABORTED))
         return found
 
-    def call_of(self, request_id: int | None) -> tuple[int, int] | None:
-        """Front end and key of a request's call, by the engine's own name for it; None if nobody wants it any more."""
-        owner = None if request_id is None else self._owners.get(request_id)
-        return None if owner is None else (owner.link.index, owner.call)
+    def calls_by_request(self) -> dict[int, tuple[int, int]]:
+        """Front end and key of each request's call, by the engine's own name for the request; without those that nobody
+        wants any more."""
+        return {request_id: (owner.link.index, owner.call) for request_id, owner in self._owners.items()}
 
     def finish_steps(self) -> None:
         """Steps in flight come to their end."""

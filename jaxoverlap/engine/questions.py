@@ -51,15 +51,21 @@ class Questions:
         self._core.finish_steps()  # those in flight still hold pages
         return scheduler.flush_cache()
 
-    def _memory_snapshot(self) -> dict[str, Any]:
+    def _memory_snapshot(self) -> Callable[[], dict[str, Any]]:
         """With the front ends' names of the requests in place of the engine's own."""
-        snapshot = self._engine.loop.scheduler.memory_snapshot().to_dict()
-        for page in snapshot["pages"]:
-            page["request_id"] = self._core.call_of(page["request_id"])
-        return snapshot
+        snapshot, calls = self._engine.loop.scheduler.memory_snapshot(), self._core.calls_by_request()
 
-    def _step_log(self, last: int) -> list[dict[str, Any]]:
-        return [record.to_dict() for record in self._engine.loop.log.last(last)]
+        def described() -> dict[str, Any]:
+            values = snapshot.to_dict()
+            for page in values["pages"]:
+                page["request_id"] = calls.get(page["request_id"])
+            return values
+
+        return described
+
+    def _step_log(self, last: int) -> Callable[[], list[dict[str, Any]]]:
+        records = self._engine.loop.log.last(last)
+        return lambda: [record.to_dict() for record in records]
 
     def _stop_trace(self) -> Callable[[], bytes]:
         timeline, facts = self._engine.stop_timeline(), self._core.facts

@@ -69,7 +69,7 @@ class Watchdog:
         self._seconds, self._exit_seconds = seconds, exit_seconds
         self._on_stall, self._on_recovery, self._end = on_stall, on_recovery, end
         self._stopped = threading.Event()
-        self._awake = AwakeClock(_LONGEST_LOOK_SECONDS)
+        self._awake = AwakeClock(_LONGEST_LOOK_SECONDS, time.perf_counter)  # the clock of the step log
         self._turn: float | None = None
         """When the turn under way began, as `Engine.turn_began` says, and when it was first seen, by `_awake`."""
         self._seen = 0.0
@@ -105,7 +105,7 @@ class Watchdog:
         if began is None or lasted <= self._seconds:
             return  # nothing is expected to take no time at all, so this is cheap and enough
         if self._limit is None:
-            limit = self._seconds + expected_seconds(self._engine)
+            limit = self._seconds + expected_seconds(self._engine, self._awake.paused_between)
             if lasted > limit:
                 self._limit = limit
                 text = "watchdog: a step has taken %.1f s, %.1f s were the limit\n%s"
@@ -119,15 +119,16 @@ class Watchdog:
             self._end(EXIT_CODE)
 
 
-def expected_seconds(engine: Engine) -> float:
-    """How long the turn under way may take at the most, by what steps have taken."""
+def expected_seconds(engine: Engine, paused_between: Callable[[float, float], float] = lambda begin, end: 0.0) -> float:
+    """How long the turn under way may take at the most, by what steps have taken, without pauses of the process."""
     done, slowest, most, tokens = 0, 0.0, 1, 0
     for record in engine.loop.log.last():
         if record.committed is None:
             tokens += record.num_tokens
         elif record.launched is not None:
             done += 1
-            slowest, most = max(slowest, record.committed - record.launched), max(most, record.num_tokens)
+            taken = record.committed - record.launched - paused_between(record.launched, record.committed)
+            slowest, most = max(slowest, taken), max(most, record.num_tokens)
     return slowest * max(1.0, tokens / most) if done else FIRST_STEP_SECONDS
 
 

@@ -148,13 +148,14 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         for page in snapshot["pages"]:
             if page["request_id"] is not None:
                 page["request_id"] = self._instance.request_id(*page["request_id"])
-        return pb.GetMemorySnapshotResponse(json=json.dumps(snapshot))
+        return pb.GetMemorySnapshotResponse(json=await asyncio.to_thread(json.dumps, snapshot))
 
     async def GetStepLog(
         self, request: pb.GetStepLogRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetStepLogResponse:
         last = request.last if request.HasField("last") else STEP_LOG_LAST
-        return pb.GetStepLogResponse(json=json.dumps(await self._engine.ask("step_log", last)))
+        records = await self._engine.ask("step_log", last)
+        return pb.GetStepLogResponse(json=await asyncio.to_thread(json.dumps, records))
 
     async def GetMetrics(
         self, request: pb.GetMetricsRequest, context: grpc.aio.ServicerContext

@@ -193,12 +193,7 @@ class EngineClient:
 
     def _take_news(self, news: messages.News) -> None:
         woken: set[Call] = set()
-        for key, cached_tokens, seed, admit_time, first_token_time, prompt_scores in news.started:
-            if key in self._samples:
-                call, sample = self._samples[key]
-                sample.start(admit_time, first_token_time)
-                if sample.index == 0:  # which computes the prompt, for the others too
-                    call.start(cached_tokens, seed, [_score(score) for score in prompt_scores])
+        started = {key: start for key, *start in news.started}
         for key, count in news.preempted:
             if key in self._samples:
                 self._samples[key][1].num_preemptions = count
@@ -214,6 +209,8 @@ class EngineClient:
                 continue
             call, sample = self._samples[key]
             try:
+                if key in started:
+                    self._start(call, sample, *started[key])
                 self._feed(call, sample, ids.get(key, []), scores.get(key, []), ended.get(key))
             except Exception:
                 text = "request %s: its output could not be put together"
@@ -226,6 +223,20 @@ class EngineClient:
             if call.max_pending is not None and call.pending_bytes > call.max_pending:
                 call.fail(SlowReaderError(f"the stream's reader is {call.pending_bytes} bytes behind"))
                 self.abandon(call)
+
+    def _start(
+        self,
+        call: Call,
+        sample: Sample,
+        cached_tokens: int,
+        seed: int,
+        admit_time: float | None,
+        first_token_time: float | None,
+        prompt_scores: Sequence[Any],
+    ) -> None:
+        sample.start(admit_time, first_token_time)
+        if sample.index == 0:  # which computes the prompt, for the others too
+            call.start(cached_tokens, seed, [_score(score) for score in prompt_scores])
 
     def _feed(
         self, call: Call, sample: Sample, ids: Sequence[int], scores: Sequence[TokenScore], end: list[Any] | None

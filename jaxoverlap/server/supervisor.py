@@ -21,7 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from jaxoverlap.errors import ServerUnavailableError
+from jaxoverlap.engine import messages
+from jaxoverlap.errors import ConflictError, JaxOverlapError, ServerUnavailableError
 from jaxoverlap.observe import trace_file
 from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.server.control import Control
@@ -133,10 +134,13 @@ class Supervisor:
     async def _listen_to(self, part: Part) -> None:
         async for message in self._controls[part].received():
             match message:
-                case ["answer", question, value, _]:
+                case ["answer", question, value, error]:
                     answer = self._questions.get(question)
                     if answer is not None and not answer.done():
-                        answer.set_result(value)
+                        if error is None:
+                            answer.set_result(value)
+                        else:
+                            answer.set_exception(messages.error_from_wire(error))
                 case _:
                     self._events.put_nowait((part, message))
         code = await self._exits[part]
@@ -203,11 +207,12 @@ class Supervisor:
     async def _save_trace(self, path: str) -> None:
         try:
             packed = await asyncio.wait_for(self._answer_of_engine("stop_trace"), _TRACE_SECONDS)
-            if packed is not None:
-                trace_file.save(path, packed)
-                logger.info("trace written to %s", path)
-        except (OSError, TimeoutError) as error:
-            logger.error("no trace: %s", error or "the engine does not answer")
+            trace_file.save(path, packed)
+            logger.info("trace written to %s", path)
+        except ConflictError:
+            logger.warning("no trace at %s: an operator has stopped the recording, and has it", path)
+        except (OSError, TimeoutError, JaxOverlapError) as error:
+            logger.error("no trace at %s: %s", path, str(error) or "the engine does not answer")
 
     async def _all_gone(self, parts: Sequence[Part], seconds: float) -> None:
         """Waits for their ends, or for one more signal."""

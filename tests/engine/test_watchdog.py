@@ -120,6 +120,26 @@ def test_expected_is_the_slowest_step_and_more_for_more_tokens():
     assert in_flight > 40 and expected_seconds(engine) == pytest.approx(2.0 * in_flight / 8)
 
 
+def test_a_step_during_which_the_process_was_paused_is_not_expected_again():
+    harness, now = Harness(), [9.9]
+    log = harness.engine.loop.log
+    harness.submit([1, 2, 3], max_tokens=9, ignore_eos=True)
+    while len(log.last()) < 4:
+        harness.turn()
+    clock = AwakeClock(5.0, lambda: now[0])
+    for moment in (10.0, 10.25, 3610.25, 3610.5):
+        now[0] = moment
+        clock.look()
+    for record, (begin, end) in zip(log.last(), ((8.0, 9.0), (10.1, 3610.4)), strict=False):
+        record.launched, record.committed = begin, end
+    for record in log.last()[2:]:
+        record.launched = record.committed = None
+    flying = sum(record.num_tokens for record in log.last()[2:])
+    slowest = expected_seconds(harness.engine, clock.paused_between)
+    assert slowest == pytest.approx(1.0 * max(1.0, flying / 3))
+    assert expected_seconds(harness.engine) > 3600.0
+
+
 @pytest.mark.parametrize("name", ["watchdog_seconds", "watchdog_exit_seconds"])
 def test_limits_are_checked(name):
     with pytest.raises(ConfigError, match=f"{name}: 0 is not allowed"):

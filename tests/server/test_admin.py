@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 import time
 from concurrent.futures import Future
 
@@ -243,6 +244,30 @@ def test_all_samples_of_a_call_have_the_id_that_its_caller_knows(rig):
     rig.step_until(answer.done)
     assert list(answer.result().aborted_ids) == [name]
     assert call.exception().code() == grpc.StatusCode.ABORTED
+
+
+@pytest.mark.parametrize("question", ["memory_snapshot", "step_log"])
+def test_long_answers_are_made_while_the_engine_goes_on(rig, monkeypatch, question):
+    """Of 50,000 pages, or of 1,000 steps with 256 rows, they take most of a second."""
+    may_end, begun = threading.Event(), threading.Event()
+
+    def described(*_):
+        begun.set()
+        assert may_end.wait(PATIENCE)
+        return {"pages": []}
+
+    monkeypatch.setattr("jaxoverlap.scheduler.snapshot.MemorySnapshot.to_dict", described)
+    monkeypatch.setattr("jaxoverlap.observe.step_log.StepRecord.to_dict", described)
+    rig.check_probe()
+    if question == "memory_snapshot":
+        answer = rig.caller.admin.GetMemorySnapshot.future(pb.GetMemorySnapshotRequest())
+    else:
+        answer = rig.caller.admin.GetStepLog.future(pb.GetStepLogRequest(last=1))
+    assert begun.wait(PATIENCE)
+    rig.check_probe()
+    assert not answer.done()
+    may_end.set()
+    assert "pages" in answer.result().json
 
 
 def test_tokens_per_second_are_those_of_the_last_seconds():

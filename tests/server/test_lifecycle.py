@@ -314,6 +314,16 @@ def test_an_engine_that_goes_on_after_the_watchdogs_report_is_healthy_again():
         eventually(lambda: health_of(caller) == "SERVING")
 
 
+def test_a_server_says_where_its_trace_has_gone(tmp_path):
+    path = tmp_path / "t.json"
+    with Served(*SMALL, "--trace", str(path)).wait_ready() as served:
+        served.caller().admin.StopTrace(admin.StopTraceRequest())
+        served.signal(signal.SIGTERM)
+        assert served.wait() == 0
+        assert f"no trace at {path}: an operator has stopped the recording" in served.log()
+    assert not path.exists()
+
+
 def test_a_server_writes_its_trace_when_it_stops(tmp_path):
     path = tmp_path / "t.json"
     with Served(*SMALL, "--trace", str(path)).wait_ready() as served:

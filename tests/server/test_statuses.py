@@ -148,6 +148,17 @@ def test_an_error_with_a_long_text_arrives_as_what_it_is(rig, monkeypatch):
     assert field_of(failure_of(rig.caller.answer, generation(stop={"strings": ["😀" * 1100]}))).endswith("strings[0]")
 
 
+def test_a_beginning_that_can_not_be_put_together_ends_its_call_alone(rig, monkeypatch):
+    def fails(*_):
+        raise ValueError("no such token")
+
+    monkeypatch.setattr("jaxoverlap.server.calls.prompt_logprobs", fails)
+    given = generation(returns={"prompt_logprobs": True})
+    for call in (rig.caller.answer, rig.caller.stream):
+        assert failure_of(call, given).code() == grpc.StatusCode.INTERNAL
+    rig.check_probe()
+
+
 def test_what_is_not_built_is_unimplemented(rig):
     """The toy engine has no compiler for grammars."""
     capabilities = set(rig.caller.admin.GetModelInfo(admin.GetModelInfoRequest()).capabilities)
