@@ -7,9 +7,10 @@ no part of it, so a first token that begins with a word boundary loses its space
 - Byte-level tokenizers: each token is a run of bytes by itself and decoding joins them, so an
   incremental UTF-8 decoder is exact, and the cost of a token does not depend on what came before.
 - Others: the tokens of the last delta are decoded again together with the new ones, and the new text
-  is what follows. Byte tokens (`<0xE6>`) wait for the end of their run, because one bad byte turns
-  the whole run into U+FFFD. Where tokens are bytes and decoding does more than join them, part of a
-  character waits for the rest. A U+FFFD that the model itself says waits for nothing.
+  is what follows. Byte tokens (`<0xE6>`) wait for the end of their run, because one bad byte, however
+  late, turns the whole run into U+FFFD; what a run says so far is `tentative`. Where tokens are bytes
+  and decoding does more than join them, part of a character waits for the rest. A U+FFFD that the
+  model itself says waits for nothing.
 """
 
 from __future__ import annotations
@@ -52,6 +53,14 @@ class IncrementalDetokenizer:
         """Ids were taken whose text is not certain: its first character comes with a later id, or at the end."""
         return self._stream.is_waiting
 
+    @property
+    def tentative(self) -> str:
+        """The whole characters of an open run of byte tokens: what `finish` returns if it comes right after them.
+
+        It grows with the run, and is empty once a byte of it is bad.
+        """
+        return self._stream.tentative
+
     def finish(self) -> str:
         """Returns what was held back: half a character becomes U+FFFD, as in `decode`."""
         return self._stream.finish()
@@ -59,6 +68,8 @@ class IncrementalDetokenizer:
 
 class _ByteStream:
     """Joins the bytes of byte-level tokens."""
+
+    tentative = ""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -76,39 +87,93 @@ class _ByteStream:
 
 
 class _WindowStream:
-    """Decodes a short window anew: the tokens of the last delta, then those not shown yet.
-
-    ids    [ shown tokens | new tokens ]
-                          ^ _shown
-    """
+    """Decodes a short window anew for each token; a run of byte tokens at once, when it has ended."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = 0
+        self._window = _Window(tokenizer)
+        self._run: _ByteRun | None = None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         """Follows the bytes of byte-level tokens, to know whether a character is complete."""
 
     def add(self, ids: list[int]) -> str:
-        self._ids += ids
-        if not ids or self._tokenizer.is_byte_token(ids[-1]):
-            return ""
-        if self._tokenizer.has_byte_alphabet:
-            self._utf8.decode(b"".join(self._tokenizer.token_bytes(i) or b"" for i in ids))
-            if self._utf8.getstate()[0]:
-                return ""
-        return self._advance()
+        return "".join(self._take(token_id) for token_id in ids)
 
     @property
     def is_waiting(self) -> bool:
-        return self._shown < len(self._ids)
+        return self._window.is_waiting
+
+    @property
+    def tentative(self) -> str:
+        return self._run.text if self._run else ""
 
     def finish(self) -> str:
-        return self._advance()
+        self._run = None
+        return self._window.advance()
 
-    def _advance(self) -> str:
-        before = self._tokenizer.decode(self._ids[: self._shown], skip_special_tokens=False)
-        after = self._tokenizer.decode(self._ids, skip_special_tokens=False)
-        self._ids = self._ids[self._shown :]
-        self._shown = len(self._ids)
+    def _take(self, token_id: int) -> str:
+        if self._tokenizer.is_byte_token(token_id):
+            self._run = self._run or _ByteRun(self._tokenizer, self._window)
+            self._run.add(token_id)
+            self._window.ids.append(token_id)
+            return ""
+        self._run = None
+        self._window.ids.append(token_id)
+        if self._tokenizer.has_byte_alphabet:
+            self._utf8.decode(self._tokenizer.token_bytes(token_id) or b"")
+            if self._utf8.getstate()[0]:
+                return ""
+        return self._window.advance()
+
+
+class _Window:
+    """The tokens of the last text, then those that have become none yet.
+
+    ids    [ shown tokens | new tokens ]
+                          ^ shown
+    """
+
+    def __init__(self, tokenizer: Tokenizer, ids: Iterable[int] = (), shown: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self.ids = list(ids)
+        self.shown = shown
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.shown < len(self.ids)
+
+    def advance(self) -> str:
+        """The text of the new tokens, which are now shown."""
+        before = self._tokenizer.decode(self.ids[: self.shown], skip_special_tokens=False)
+        after = self._tokenizer.decode(self.ids, skip_special_tokens=False)
+        self.ids = self.ids[self.shown :]
+        self.shown = len(self.ids)
         return after[len(before) :]
+
+
+class _ByteRun:
+    """Byte tokens in a row, read as if no bad byte were to come.
+
+    Args:
+      window: where the run begins.
+
+    Attributes:
+      text: its whole characters; empty once a byte is bad.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, window: _Window) -> None:
+        self._tokenizer = tokenizer
+        self._window = _Window(tokenizer, window.ids, window.shown)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
+        self._is_bad = False
+        self.text = ""
+
+    def add(self, token_id: int) -> None:
+        if self._is_bad:
+            return
+        self._window.ids.append(token_id)
+        try:
+            if self._utf8.decode(self._tokenizer.token_bytes(token_id) or b""):
+                self.text += self._window.advance()
+        except UnicodeDecodeError:
+            self._is_bad, self.text = True, ""

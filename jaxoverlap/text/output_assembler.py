@@ -15,6 +15,8 @@ Rules:
 * Stop strings are looked for in the text as it is shown. The first match (see `StopStrings`) ends the sequence: the
   text is cut before it (behind it with `include_stop_str_in_output`), the last id is the one with which the match was
   certain, and what comes after that never leaves, neither text nor ids nor log-probabilities.
+* They are looked for in the whole characters of a run of byte tokens too, although a bad byte could still change these:
+  if the sequence ends there, none comes.
 * A stop that is a special token which is hidden matches by the token's id as well.
 * Of the first `min_tokens` outputs no text is looked at. A character belongs to the token that completes it.
 * The id that ended the sequence (a stop id, or the model's end) is in the ids, and its text is not shown; with
@@ -81,6 +83,8 @@ class OutputAssembler:
         self._hidden_stops = hidden_stops(tokenizer, sampling)
         self._stops = automaton(tuple(sampling.stop))
         self._stop_state = 0
+        self._ahead, self._ahead_state = "", 0
+        """The tentative text that has been looked at, and the automaton's state after it."""
         self._text = ""  # certain, but not released
         self._tokens: deque[_WaitingToken] = deque()
         self._num_taken = 0
@@ -144,6 +148,8 @@ class OutputAssembler:
         if stop is not None and self.matched_string is None:
             self.matched_string = stop
             self._text += stop if self._sampling.include_stop_str_in_output else ""
+        if self._sampling.stop and self.matched_string is None:
+            self._look_ahead()
         self._wait(token_id, score)
 
     @property
@@ -152,15 +158,33 @@ class OutputAssembler:
 
     def _see(self, text: str) -> None:
         """Adds text that is certain, up to the end of the first stop in it."""
+        done = 0
+        if text:
+            if self._ahead and text.startswith(self._ahead):
+                done, self._stop_state = len(self._ahead), self._ahead_state
+            self._ahead = ""
         if not self._sampling.stop or not self._looks_for_stops:
             self._text += text
             return
-        self._stop_state, read = self._stops.scan(self._stop_state, text)
-        self._text += text[:read]
+        if self._stops.matched[self._stop_state] is None:
+            self._stop_state, read = self._stops.scan(self._stop_state, text[done:])
+            done += read
+        self._text += text[:done]
         self.matched_string = self._stops.matched[self._stop_state]
         if self.matched_string is not None and not self._sampling.include_stop_str_in_output:
             # All of it was held back, so all of it is here.
             self._text = self._text[: -len(self.matched_string)]
+
+    def _look_ahead(self) -> None:
+        """Looks for a stop in text that is tentative; if there is one, the sequence ends and the text is certain."""
+        tentative = self._detokenizer.tentative
+        state, read = self._ahead_state if self._ahead else self._stop_state, len(tentative)
+        if self._looks_for_stops:
+            state, read = self._stops.scan(state, tentative[len(self._ahead) :])
+            read += len(self._ahead)
+        self._ahead, self._ahead_state = tentative[:read], state
+        if self._stops.matched[state] is not None:
+            self._see(self._detokenizer.finish())
 
     def _wait(self, token_id: int, score: TokenScore | None) -> None:
         text_end = self._released + len(self._text) + self._detokenizer.is_waiting

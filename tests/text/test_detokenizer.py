@@ -152,6 +152,17 @@ def test_output_cut_inside_a_character_ends_as_decode_ends(name, half):
     assert detokenizer.finish() == ""
 
 
+def test_what_a_run_of_bytes_says_so_far_is_what_it_says_if_it_ends():
+    tokenizer = TOKENIZERS["llama2"]()
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    shown = []
+    for byte in "é\n日".encode() + b"\x80":
+        assert detokenizer.add([tokenizer.backend.token_to_id(f"<0x{byte:02X}>")]) == ""
+        shown.append(detokenizer.tentative)
+    assert shown == ["", "é", "é\n", "é\n", "é\n", "é\n日", ""]
+    assert detokenizer.finish() == "\ufffd" * 7 and detokenizer.tentative == ""
+
+
 def test_special_tokens_are_hidden_only_if_asked(tokenizer):
     special, tool = tokenizer.backend.token_to_id("</s>"), tokenizer.backend.token_to_id("<tool>")
     assert "".join(deltas_of(tokenizer, [special, tool], sizes=lambda: 1)) == "<tool>"

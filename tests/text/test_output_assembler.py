@@ -72,20 +72,41 @@ def first_match(text: str, stops) -> tuple[int, str] | None:
     return None
 
 
+def readable(tokenizer, ids) -> list[str]:
+    """For each number of ids the text that may be looked at: what is certain, and whole characters of byte tokens."""
+    detokenizer, certain, texts = IncrementalDetokenizer(tokenizer), "", [""]
+    shown = [i for i in ids if i not in tokenizer.special_ids]
+    for count in range(1, len(ids) + 1):
+        certain += detokenizer.add(ids[count - 1 : count])
+        seen = [i for i in ids[:count] if i in shown and tokenizer.token_bytes(i) is not None]
+        run = list(itertools.takewhile(tokenizer.is_byte_token, reversed(seen)))[::-1]
+        whole_run = b"".join(tokenizer.token_bytes(i) for i in run)
+        try:
+            whole_run.decode()
+            texts.append(tokenizer.decode(ids[:count]) if run else certain)
+        except UnicodeDecodeError as error:
+            is_cut = error.reason == "unexpected end of data"
+            texts.append(texts[-1] if is_cut and len(texts[-1]) > len(certain) else certain)
+    return texts
+
+
 def whole(tokenizer, ids, stops, *, min_tokens=0, include=False) -> tuple[str, int, str | None]:
-    """What a sequence must come to: its text, how many ids, which stop. Decodes everything first."""
+    """What a sequence must come to: its text, how many ids, which stop."""
+    texts = readable(tokenizer, ids)
     detokenizer = IncrementalDetokenizer(tokenizer)
-    ends = list(itertools.accumulate(len(detokenizer.add([i])) for i in ids))  # characters certain after each id
-    text = tokenizer.decode(ids)
-    unseen = ends[min(min_tokens, len(ids)) - 1] if min_tokens and ids else 0
-    if len(ids) <= min_tokens:
-        unseen = len(text)
-    match = first_match(text[unseen:], stops)
-    if match is None:
-        return text, len(ids), None
-    end, stop = unseen + match[0], match[1]
-    count = next((number for number, certain in enumerate(ends, start=1) if certain >= end), len(ids))
-    return text[: end if include else end - len(stop)], count, stop
+    certain = "".join(detokenizer.add([i]) for i in ids[:min_tokens])
+    before = texts[min(min_tokens, len(ids))]
+    texts.append(tokenizer.decode(ids))
+    for count, text in enumerate(texts):
+        if min(count, len(ids)) <= min_tokens:
+            continue
+        # Characters that a bad byte has changed are not complete before the end of their run.
+        before = before if text.startswith(before) else certain
+        match = first_match(text[len(before) :], stops)
+        if match is not None:
+            end, stop = len(before) + match[0], match[1]
+            return text[: end if include else end - len(stop)], min(count, len(ids)), stop
+    return texts[-1], len(ids), None
 
 
 def random_cuts(rng: random.Random, count: int) -> list[int]:
@@ -331,6 +352,37 @@ def test_before_min_tokens_no_stop_is_looked_for():
         assert joined(pieces)[:2] == (text, ids[:count])
     # A stop that begins in a token before it does not match: ".." would span the first and the second.
     assert joined(run(tokenizer, ids, [3], stop="..", min_tokens=1)[0])[0] == "a..bc.d"
+
+
+BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+
+
+def byte_ids(content: bytes) -> list[int]:
+    return ids_of(LLAMA2, *(BYTE_TOKENS[byte] for byte in content))
+
+
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_a_stop_in_a_run_of_byte_tokens_ends_it_with_its_last_byte(size):
+    ids = ids_of(LLAMA2, "▁the") + byte_ids("x\n\n\n日".encode())
+    sizes = [min(size, len(ids) - at) for at in range(0, len(ids), size)]
+    for stop, text, count in (("\n", "thex", 3), ("\n\n", "thex", 4), ("x\n", "the", 3), ("日", "thex\n\n\n", 8)):
+        pieces, assembler = run(LLAMA2, ids, sizes, stop=stop)
+        assert (joined(pieces)[:2], assembler.matched_string) == ((text, ids[:count]), stop)
+
+
+def test_a_run_without_a_stop_is_the_text_that_decoding_gives_even_if_a_bad_byte_comes_late():
+    for content in (b"x\n\n\xff.", b"\n\xe6\x97\n", "日本".encode() + b"\x80"):
+        ids = byte_ids(content) + ids_of(LLAMA2, "▁x")
+        pieces, assembler = run(LLAMA2, ids, [1] * len(ids), stop=["\n\n\n", "never"])
+        assert (joined(pieces)[0], assembler.matched_string) == (LLAMA2.decode(ids), None)
+
+
+def test_characters_of_a_run_before_min_tokens_are_not_looked_at():
+    ids = byte_ids(b"\n\n\nx\n")
+    for min_tokens, text, count in ((0, "", 1), (1, "\n", 2), (3, "\n\n\nx", 5), (5, "\n\n\nx\n", 5)):
+        pieces, _ = run(LLAMA2, ids, [1] * 5, stop="\n", min_tokens=min_tokens)
+        assert joined(pieces)[:2] == (text, ids[:count])
+    assert joined(run(LLAMA2, ids, [1] * 5, stop="\n\n\n", min_tokens=1)[0])[0] == "\n\n\nx\n"
 
 
 # ---------------------------------------------------------------- log-probabilities
