@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
 from jaxoverlap.config import EngineConfig, ResolvedConfig
 from jaxoverlap.engine.engine import Engine
+from jaxoverlap.errors import ModelError
 from jaxoverlap.model.checkpoint import TokenizerSource
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
 from jaxoverlap.model.logit_rules import RowRules
+from jaxoverlap.request import MAX_STOP_IDS
 from jaxoverlap.runtime import compile_cache
 from jaxoverlap.runtime.memory import kv_memory_bytes
 from jaxoverlap.runtime.row_state import KVPages, kv_dtype_name, resolve_kv_dtype
@@ -63,7 +65,7 @@ def build_engine(
     dtype = resolve_dtype(config.dtype, device.platform)
     files = open_model(config.model)
     tokenizer = Tokenizer.from_source(files.tokenizer_source)
-    shape = files.config
+    shape = replace(files.config, eos_token_ids=end_ids(files.config, tokenizer))
     weights = jax.device_put(load_weights(files, dtype).weights, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype)
     resolved = config.resolve(
@@ -112,6 +114,26 @@ def build_engine(
         kv_cache_dtype=kv_dtype_name(kv_dtype),
         devices=(device.device_kind,),
     )
+
+
+def end_ids(shape: ModelConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Every id that ends a sequence of a model: what its configuration says and what its tokenizer says.
+
+    An id that the embedding table does not have can't come, and is left out with a warning.
+
+    Raises:
+      ModelError: more of them than a request may have.
+    """
+    ids = sorted({*shape.eos_token_ids, *tokenizer.eos_token_ids})
+    known = tuple(token_id for token_id in ids if token_id < shape.vocab_size)
+    if len(known) < len(ids):
+        outside = ", ".join(map(str, ids[len(known) :]))
+        logger.warning("end-of-sequence id %s is outside the model's %d ids and ignored", outside, shape.vocab_size)
+    if len(known) > MAX_STOP_IDS:
+        raise ModelError(
+            f"eos_token_id: {len(known)} ids end a sequence of this model; at most {MAX_STOP_IDS} are allowed"
+        )
+    return known
 
 
 def context_per_token(shape: ModelConfig) -> float:

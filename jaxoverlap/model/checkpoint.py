@@ -62,11 +62,7 @@ class HfCheckpoint:
         # What the model is comes first: a folder that says nothing sensible of it is not looked at for weights.
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
-        self.config = config_from_hf(
-            config,
-            read_json(generation_path) if generation_path.is_file() else None,
-            tokenizer_eos_ids=_tokenizer_eos_ids(folder),
-        )
+        self.config = config_from_hf(config, read_json(generation_path) if generation_path.is_file() else None)
         self._file_of = self._open_files(folder)
         headers = [file.header for _, file in sorted({f.path: f for f in self._file_of.values()}.items())]
         self.fingerprint = _digest(json.dumps(config, sort_keys=True).encode(), *headers)
@@ -190,27 +186,6 @@ def _to_gguf_name(hf_name: str) -> str:
     if match:
         return f"blk.{match[1]}.{_GGUF_OF_HF.get(match[2], match[2])}.{kind}"
     return f"{_GGUF_OF_HF.get(stem, stem)}.{kind}"
-
-
-def _tokenizer_eos_ids(folder: Path) -> list[int]:
-    """The id of the eos_token that tokenizer_config.json names, if it names one."""
-    path = folder / "tokenizer_config.json"
-    config = read_json(path) if path.is_file() else {}
-    token = config.get("eos_token")
-    content = token.get("content") if isinstance(token, dict) else token
-    if content is None:
-        return []
-    for token_id, entry in (config.get("added_tokens_decoder") or {}).items():
-        if entry.get("content") == content:
-            return [int(token_id)]
-    if not (folder / "tokenizer.json").is_file():
-        return []
-    tokenizer = read_json(folder / "tokenizer.json")
-    for entry in tokenizer.get("added_tokens") or []:
-        if entry.get("content") == content:
-            return [int(entry["id"])]
-    vocab = (tokenizer.get("model") or {}).get("vocab")
-    return [vocab[content]] if isinstance(vocab, dict) and content in vocab else []
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class ModelConfig:
       qkv_bias, o_bias, mlp_bias: which projections carry a bias.
       qk_norm: q and k are RMS-normalised per head before rope (qwen3).
       max_position_embeddings: longest context, prompt and output together.
-      eos_token_ids: every id that ends a sequence, ascending.
+      eos_token_ids: the ids that the model's configuration calls ends, ascending; its tokenizer may know another.
       bos_token_id: id that begins a sequence, if the model names one.
       windows: for each layer the number of positions that a token sees, its own included; None is all of
         them. Left out: all layers see all.
@@ -106,9 +106,8 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}; rope needs an even number")
         positive("norm_eps", self.norm_eps)
-        for token_id in self.eos_token_ids:
-            if not isinstance(token_id, int) or token_id < 0:
-                raise ModelError(f"eos_token_ids holds {token_id!r}; token ids are 0 or more")
+        _token_ids("eos_token_ids", self.eos_token_ids)
+        _token_ids("bos_token_id", self.bos_token_id)
         if self.rope.frequency_factors and len(self.rope.frequency_factors) != self.head_dim // 2:
             raise ModelError(
                 f"rope frequency factors: {len(self.rope.frequency_factors)} values, "
@@ -147,15 +146,13 @@ def unsupported(field: str, value: Any, allowed: Iterable[Any]) -> ModelError:
 def config_from_hf(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any] | None = None,
-    *,
-    tokenizer_eos_ids: Iterable[int] = (),
 ) -> ModelConfig:
     """Reads config.json (and generation_config.json) of a Hugging Face folder.
 
     Args:
       config: content of config.json.
-      generation_config: content of generation_config.json, if there is one.
-      tokenizer_eos_ids: what the tokenizer calls its end; joined with the ids of both files.
+      generation_config: content of generation_config.json, if there is one; of it only the ids that end a sequence
+        are taken, no sampling defaults.
 
     Raises:
       ModelError: a field is missing or holds what this build does not support.
@@ -176,7 +173,10 @@ def config_from_hf(
         raise unsupported("quantization_config", method, ["none (bfloat16, float16, float32 weights)", "GGUF files"])
     attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
     context = _required_int({**defaults, **config}, "max_position_embeddings")
-    stop_ids = (config.get("eos_token_id"), (generation_config or {}).get("eos_token_id"), tokenizer_eos_ids)
+    sources = {"eos_token_id": config, "generation_config.json: eos_token_id": generation_config or {}}
+    end_ids = {
+        token_id for name, source in sources.items() for token_id in _token_ids(name, source.get("eos_token_id"))
+    }
     return ModelConfig(
         family=family,
         vocab_size=_required_int(config, "vocab_size"),
@@ -194,7 +194,7 @@ def config_from_hf(
         mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
         qk_norm=family == "qwen3",
         max_position_embeddings=context,
-        eos_token_ids=_union(*stop_ids),
+        eos_token_ids=tuple(sorted(end_ids)),
         bos_token_id=config.get("bos_token_id"),
         windows=_hf_windows(family, config, get("sliding_window"), num_layers),
     )
@@ -241,7 +241,6 @@ def config_from_gguf(
     biases = set(biases)
     context = _required_int(metadata, key("context_length"))
     num_layers = _required_int(metadata, key("block_count"))
-    eos_names = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
     return ModelConfig(
         family=_FAMILY_OF_GGUF[architecture],
         vocab_size=vocab_size,
@@ -259,7 +258,7 @@ def config_from_gguf(
         mlp_bias="mlp" in biases,
         qk_norm=architecture == "qwen3",
         max_position_embeddings=context,
-        eos_token_ids=_union(*(metadata.get(f"tokenizer.ggml.{name}") for name in eos_names)),
+        eos_token_ids=_gguf_end_ids(metadata),
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         windows=_gguf_windows(metadata, architecture, context, num_layers),
     )
@@ -315,10 +314,32 @@ def _required_int(source: Mapping[str, Any], name: str) -> int:
     return value
 
 
-def _union(*sources: int | Iterable[int] | None) -> tuple[int, ...]:
-    """All ids of all sources: any one of them ends a sequence."""
-    ids: set[int] = set()
-    for source in sources:
-        if source is not None:
-            ids.update([source] if isinstance(source, int) else source)
+def _token_ids(field: str, value: Any) -> list[int]:
+    """One id, a list of them, or none; ModelError names the field if it is something else."""
+    ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
+    for token_id in ids:
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
+            raise ModelError(f"{field} is {value!r}; it must be a token id (an integer from 0 on) or a list of them")
+    return ids
+
+
+_GGUF_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
+_GGUF_CONTROL = 3
+_GGUF_END_TOKENS = frozenset(
+    """
+    </s> <|endoftext|> <|end_of_text|> <|eot_id|> <|eom_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn>
+    <end_of_utterance> <EOT> _<EOT>
+    """.split()  # noqa: SIM905
+)
+"""Control tokens that are ends by their names, as in llama.cpp: most files name only one end by its id."""
+
+
+def _gguf_end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+    keys = [f"tokenizer.ggml.{name}" for name in _GGUF_END_KEYS]
+    ids = {token_id for key in keys for token_id in _token_ids(key, metadata.get(key))}
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(kinds, list):
+        # What is wrong with these lists is the tokenizer's to say.
+        named = enumerate(zip(tokens, kinds, strict=False))
+        ids.update(i for i, (token, kind) in named if kind == _GGUF_CONTROL and token in _GGUF_END_TOKENS)
     return tuple(sorted(ids))

@@ -29,7 +29,8 @@ class Tokenizer:
       vocab_size: one more than the highest id (the model's table may be larger, or smaller).
       bos_token_id: the id that begins a sequence, or None.
       adds_bos: `encode` puts it before a text.
-      eos_token_ids: the ids that the tokenizer itself calls ends; a model's `ModelConfig` may know more.
+      eos_token_ids: the ids that the tokenizer itself calls ends; `engine.build.end_ids` adds those of the
+        model's configuration.
       special_ids: ids that `skip_special_tokens` hides; special_tokens: the same by how they are written.
       has_byte_alphabet: every token stands for bytes by itself; is_byte_level: and decoding joins these, no more.
     """

@@ -56,17 +56,16 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
     ids = {name: get(f"{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
     for name, token_id in ids.items():
-        if token_id is not None and not 0 <= token_id < len(tokens):
-            raise ModelError(f"tokenizer.ggml: {name} has id {token_id}, outside the {len(tokens)} tokens")
+        if token_id is not None and not (isinstance(token_id, int) and 0 <= token_id < len(tokens)):
+            raise ModelError(f"tokenizer.ggml: {name} has id {token_id!r}, outside the {len(tokens)} tokens")
     special_tokens = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
     bos = special_tokens.get("bos_token") if get("add_bos_token", pre == "llama-bpe") else None
     eos = special_tokens.get("eos_token") if get("add_eos_token", False) else None
     backend.post_processor = _bos_eos_processor(backend, bos, eos)
-    ends = (ids["eos_token"], get("eot_token_id"), get("eom_token_id"))
     return Tokenizer(
         backend,
         bos_token_id=ids["bos_token"],
-        eos_token_ids=[token_id for token_id in ends if token_id is not None],
+        eos_token_ids=[] if ids["eos_token"] is None else [ids["eos_token"]],
         chat_template=named_template(_templates(metadata), special_tokens),
     )
 

@@ -85,7 +85,7 @@ def test_family_features():
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"rms_norm_eps": None}, "norm_eps is None"),
         ({"max_position_embeddings": None}, "max_position_embeddings is None"),
-        ({"eos_token_id": [-1]}, "eos_token_ids holds -1"),
+        ({"eos_token_id": [-1]}, r"eos_token_id is \[-1\]"),
     ],
 )
 def test_what_can_not_be_computed_is_refused(fields, named):
@@ -162,12 +162,31 @@ def test_gguf_names_the_window_of_all_layers_of_a_llama():
 
 
 def test_eos_ids_are_the_union_of_all_sources():
-    config = config_from_hf(hf(eos_token_id=2), {"eos_token_id": [2, 7]}, tokenizer_eos_ids=[9])
-    assert config.eos_token_ids == (2, 7, 9)
+    config = config_from_hf(hf(eos_token_id=2), {"eos_token_id": [2, 7]})
+    assert config.eos_token_ids == (2, 7)
     assert config_from_hf(hf(eos_token_id=None)).eos_token_ids == ()
     keys = {"eos_token_id": 2, "eot_token_id": 7, "eom_token_id": 5}
     metadata = {**GGUF, **{f"tokenizer.ggml.{key}": value for key, value in keys.items()}}
     assert config_from_gguf(metadata, vocab_size=100, tied=True).eos_token_ids == (2, 5, 7)
+
+
+def test_gguf_control_tokens_that_are_ends_by_their_names_end_a_sequence():
+    tokens = ["a", "<|end_of_text|>", "<|eot_id|>", "</s>", "<|eom_id|>", "<|im_start|>"]
+    # Only control tokens (3): a text token or one that is user-defined (4) may be part of an answer.
+    metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1, 3, 3, 1, 3, 3]}
+    assert config_from_gguf({**GGUF, **metadata}, vocab_size=6, tied=True).eos_token_ids == (1, 2, 4)
+    named = {**metadata, "tokenizer.ggml.eos_token_id": 5}
+    assert config_from_gguf({**GGUF, **named}, vocab_size=6, tied=True).eos_token_ids == (1, 2, 4, 5)
+
+
+@pytest.mark.parametrize("value", [2.0, "2", True, -1, {"a": 1}, [2, None], ["</s>", 2], [[2]]])
+def test_end_ids_that_are_none_are_refused_with_their_source(value):
+    for config, generation in ((hf(eos_token_id=value), {}), (hf(), {"eos_token_id": value})):
+        where = "generation_config.json: eos_token_id" if generation else "eos_token_id"
+        with pytest.raises(ModelError, match=f"^{where} is .*token id"):
+            config_from_hf(config, generation)
+    with pytest.raises(ModelError, match=r"^tokenizer\.ggml\.eot_token_id is .*token id"):
+        config_from_gguf({**GGUF, "tokenizer.ggml.eot_token_id": value}, vocab_size=6, tied=True)
 
 
 def test_gguf_vocabulary_is_the_table_s_not_the_metadata_s():

@@ -32,7 +32,7 @@ def test_it_is_the_model_we_know(model):
     assert model.name == "SmolLM2-135M-Instruct"
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (30, 576, 9, 3)
     assert (config.vocab_size, config.max_position_embeddings, config.rope.theta) == (49152, 8192, 100000.0)
-    assert (config.tie_word_embeddings, config.eos_token_ids, config.bos_token_id) == (True, (2,), 1)
+    assert (config.tie_word_embeddings, config.eos_token_ids, config.bos_token_id) == (True, (0, 2), 1)
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), model.weights)
     assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), abstract_weights(config, np.float32))
 
