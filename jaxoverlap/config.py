@@ -52,7 +52,8 @@ class EngineConfig:
       kv_cache_dtype: of KV pages; "auto" is `dtype`. "fp8" (e4m3) and "int8" take about half the memory of bfloat16:
         codes of 8 bits, and a float32 scale for each position and KV head. docs/kernels.md has what they cost in
         accuracy.
-      max_model_len: longest prompt + outputs in tokens; None is the model's own.
+      max_model_len: longest prompt + outputs in tokens; None is the model's own. Where the model's rope
+        scaling reaches further, so may it: the original context times the factor (yarn), the own one times it (linear).
       max_running: requests that decode together at most; None is 32 on a CPU, 256 on a GPU.
       max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
         2048 on a GPU; 32 and 128 for a deterministic engine.
@@ -179,6 +180,7 @@ class EngineConfig:
         model_len: int,
         page_bytes: int,
         kv_memory_bytes: int,
+        longest_len: int | None = None,
         window: int | None = None,
         context_per_token: float | None = None,
     ) -> ResolvedConfig:
@@ -189,12 +191,20 @@ class EngineConfig:
           vocab_size, model_len: the model's.
           page_bytes: of one page over all layers, K and V.
           kv_memory_bytes: what the KV pool may take, unless `num_pages` says it.
+          longest_len: what `max_model_len` may be at most; None is `model_len`.
           window: the widest sliding window, if every layer of the model has one.
           context_per_token: at this position a prompt token costs twice what the first one does.
+
+        Raises:
+          ConfigError: a setting that the model or the memory does not allow.
         """
         on_cpu = platform == "cpu"
-        if self.max_model_len is not None and self.max_model_len > model_len:
-            raise ConfigError(f"max_model_len: {self.max_model_len} is not allowed; the model's context is {model_len}")
+        longest_len = longest_len or model_len
+        if self.max_model_len is not None and self.max_model_len > longest_len:
+            reach = "" if longest_len == model_len else f", and {longest_len} with its rope scaling"
+            raise ConfigError(
+                f"max_model_len: {self.max_model_len} is not allowed; the model's context is {model_len}{reach}"
+            )
         max_model_len = self.max_model_len or model_len
         max_running = self.rows_on(platform)
         # More pages than every row at its longest can fill are of no use.

@@ -40,7 +40,11 @@ class EngineOptions:
         ),
     ] = None
     max_model_len: Annotated[
-        int | None, _engine(help="Longest prompt and outputs together, in tokens. Default: the model's own.")
+        int | None,
+        _engine(
+            help="Longest prompt and outputs together, in tokens. Default: the model's own; at most what its rope "
+            "scaling stretches that to."
+        ),
     ] = None
     max_running: Annotated[
         int | None,

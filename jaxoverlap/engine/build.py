@@ -76,6 +76,7 @@ def build_engine(
         kv_memory_bytes=kv_memory_bytes(
             config, device, reserved=RowRules.num_bytes(config.rows_on(device.platform), shape.vocab_size)
         ),
+        longest_len=shape.longest_context,
         window=shape.window,
         context_per_token=context_per_token(shape),
     )

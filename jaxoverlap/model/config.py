@@ -57,7 +57,7 @@ class ModelConfig:
       tie_word_embeddings: the embedding table computes the logits; there is no lm_head.
       qkv_bias, o_bias, mlp_bias: which projections carry a bias.
       qk_norm: q and k are RMS-normalised per head before rope (qwen3).
-      max_position_embeddings: longest context, prompt and output together.
+      max_position_embeddings: the model's own context, prompt and output together; `longest_context` may be more.
       eos_token_ids: the ids that the model's configuration calls ends, ascending; its tokenizer may know another.
       bos_token_id: id that begins a sequence, if the model names one.
       windows: for each layer the number of positions that a token sees, its own included; None is all of
@@ -125,6 +125,11 @@ class ModelConfig:
         """Positions that any layer still reads back from a token, its own included; None where a layer reads all."""
         limited = [window for window in self.windows if window is not None]
         return max(limited) if len(limited) == self.num_layers else None
+
+    @property
+    def longest_context(self) -> int:
+        """Positions that the rotary embedding allows: `max_position_embeddings`, or what it is stretched to."""
+        return self.rope.stretched(self.max_position_embeddings)
 
     @property
     def q_size(self) -> int:

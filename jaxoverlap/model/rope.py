@@ -7,6 +7,7 @@ already a visible angle.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 
 from jaxoverlap.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
@@ -31,7 +34,7 @@ class RopeConfig:
       low_freq_factor, high_freq_factor: bounds of the blend (llama3).
       original_max_position_embeddings: context before stretching (llama3, yarn).
       beta_fast, beta_slow, truncate: bounds of the ramp and whether they are rounded (yarn).
-      attention_factor: scale of cos and sin (yarn); 1 otherwise.
+      attention_factor: scale of cos and sin; 1 except for yarn, or where a GGUF file has its own.
       frequency_factors: divisors of the frequencies, `[D/2]`, as GGUF files store llama3 scaling;
         empty for none (default).
     """
@@ -48,20 +51,49 @@ class RopeConfig:
     attention_factor: float = 1.0
     frequency_factors: tuple[float, ...] = ()
 
+    def stretched(self, max_positions: int) -> int:
+        """Positions that the embedding is stretched to, for a model that names `max_positions`; never fewer."""
+        if self.kind == "yarn":
+            return max(max_positions, int(self.original_max_position_embeddings * self.factor))
+        return max(max_positions, int(max_positions * self.factor)) if self.kind == "linear" else max_positions
+
+
+_OF_EVERY_KIND = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_YARN = (
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+_HF_PARAMETERS: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor",), "llama3": _LLAMA3, "yarn": _YARN}
+
 
 def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
+    Parameters that a type does not have are ignored with a warning, as by transformers.
+
     Raises:
-      ModelError: unknown rope type, or a parameter the type needs is missing.
+      ModelError: unknown rope type, or a parameter the type needs is missing or no positive number.
     """
-    parameters = dict(config.get("rope_scaling") or {})
-    parameters.update(config.get("rope_parameters") or {})
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name) or {}
+        if not isinstance(given, Mapping):
+            raise ModelError(f"{name} is {given!r}; it must be an object")
+        parameters.update(given)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         raise ModelError(f"rope parameters per layer type ({', '.join(nested)}): not supported in this build")
     if kind not in ROPE_KINDS:
         raise _unknown_kind("rope_type", kind)
+    if ignored := sorted(set(parameters) - {*_OF_EVERY_KIND, *_HF_PARAMETERS[kind]}):
+        logger.warning("rope parameters of the model that rope_type %r does not have are ignored: %s", kind, ignored)
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial not in (None, 1, 1.0):
         raise ModelError(f"partial_rotary_factor is {partial!r}: not supported in this build; allowed: 1.0")
@@ -102,43 +134,59 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     )
 
 
+_GGUF_KEYS = frozenset(
+    """
+    dimension_count freq_base scale_linear scaling.type scaling.factor scaling.original_context_length scaling.finetuned
+    scaling.attn_factor scaling.yarn_ext_factor scaling.yarn_beta_fast scaling.yarn_beta_slow
+    """.split()  # noqa: SIM905
+)
+
+
 def rope_from_gguf(
     metadata: Mapping[str, Any], architecture: str, context: int, frequency_factors: tuple[float, ...]
 ) -> RopeConfig:
-    """Reads `<architecture>.rope.*`; `frequency_factors` is the content of `rope_freqs.weight`.
+    """Reads `<architecture>.rope.*` as llama.cpp does; `frequency_factors` is the content of `rope_freqs.weight`.
 
     Raises:
-      ModelError: unknown scaling type, or scaling and frequency factors together.
+      ModelError: a key or a scaling type that is unknown, a value out of range, or scaling and frequency factors
+        together.
     """
+    prefix = f"{architecture}.rope."
+    given = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if unknown := sorted(set(given) - _GGUF_KEYS):
+        raise ModelError(f"{prefix}{unknown[0]} is {given[unknown[0]]!r}: not supported in this build")
 
-    def get(name: str, default: Any) -> Any:
-        return metadata.get(f"{architecture}.rope.{name}", default)
+    def number(name: str, default: float) -> float:
+        return positive(prefix + name, given.get(name, default))
 
-    theta = positive(f"{architecture}.rope.freq_base", get("freq_base", _DEFAULT_THETA))
-    kind = get("scaling.type", "none")
-    factor = get("scaling.factor", None)
-    if factor is None:
-        # An older spelling of linear scaling; 0 and 1 mean none.
-        factor = get("scale_linear", 0.0)
-        kind = "linear" if factor not in (0.0, 1.0) else kind
-    if frequency_factors:
-        if kind != "none":
-            raise ModelError(f"rope_freqs.weight beside rope scaling type {kind!r}: not supported in this build")
-        return RopeConfig(theta=theta, frequency_factors=frequency_factors)
+    theta = number("freq_base", _DEFAULT_THETA)
+    attention_factor = number("scaling.attn_factor", 1.0)
+    # An older spelling; in both 0 is none, as a scale of 1 is. Without a type they mean linear scaling.
+    name = "scaling.factor" if "scaling.factor" in given else "scale_linear"
+    factor = 1.0 if given.get(name, 0) == 0 else number(name, 1.0)
+    kind = given.get("scaling.type", "linear")
+    kind = "none" if kind == "linear" and factor == 1 else kind
+    # How much of yarn's ramp counts: all of it in yarn, else none. Negative is not set.
+    ext_factor = given.get("scaling.yarn_ext_factor", -1.0)
+    if ext_factor != (1 if kind == "yarn" else 0) and not (isinstance(ext_factor, int | float) and ext_factor < 0):
+        raise ModelError(f"{prefix}scaling.yarn_ext_factor is {ext_factor!r}: not supported with scaling type {kind!r}")
+    if frequency_factors and kind != "none":
+        raise ModelError(f"rope_freqs.weight beside rope scaling type {kind!r}: not supported in this build")
     if kind == "none":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=theta, attention_factor=attention_factor, frequency_factors=frequency_factors)
     if kind not in ("linear", "yarn"):
-        raise _unknown_kind(f"{architecture}.rope.scaling.type", kind)
-    factor = positive(f"{architecture}.rope.scaling.factor", factor)
-    if kind == "yarn":
-        return RopeConfig(
-            theta=theta,
-            kind=kind,
-            factor=factor,
-            original_max_position_embeddings=get("scaling.original_context_length", context),
-            attention_factor=get("scaling.attn_factor", 1.0) * _yarn_attention_factor(factor, {}),
-        )
-    return RopeConfig(theta=theta, kind=kind, factor=factor)
+        raise _unknown_kind(f"{prefix}scaling.type", kind, ("none", "linear", "yarn"))
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=factor, attention_factor=attention_factor)
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_position_embeddings=int(number("scaling.original_context_length", context)),
+        beta_fast=number("scaling.yarn_beta_fast", 32.0),
+        beta_slow=number("scaling.yarn_beta_slow", 1.0),
+        attention_factor=attention_factor * _yarn_attention_factor(factor, {}),
+    )
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -191,13 +239,16 @@ def _yarn(powers: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> float:
     if parameters.get("attention_factor") is not None:
-        return float(parameters["attention_factor"])
+        return positive("rope parameter 'attention_factor'", parameters["attention_factor"])
 
     def scale(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
-    mscale, mscale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
-    return scale(mscale) / scale(mscale_all) if mscale and mscale_all else scale(1.0)
+    weights = [parameters.get(name) for name in ("mscale", "mscale_all_dim")]
+    if not all(weights):
+        return scale(1.0)
+    over, under = (scale(positive("rope parameters 'mscale' and 'mscale_all_dim'", weight)) for weight in weights)
+    return over / under
 
 
 def positive(field: str, value: Any) -> float:
@@ -207,5 +258,5 @@ def positive(field: str, value: Any) -> float:
     return float(value)
 
 
-def _unknown_kind(field: str, kind: Any) -> ModelError:
-    return ModelError(f"{field} is {kind!r}: not supported in this build; allowed: {', '.join(ROPE_KINDS)}")
+def _unknown_kind(field: str, kind: Any, allowed: tuple[str, ...] = ROPE_KINDS) -> ModelError:
+    return ModelError(f"{field} is {kind!r}: not supported in this build; allowed: {', '.join(allowed)}")

@@ -10,7 +10,7 @@ import pytest
 
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine, end_ids
-from jaxoverlap.errors import ModelError
+from jaxoverlap.errors import ConfigError, ModelError
 from jaxoverlap.text.tokenizer import Tokenizer
 from tests import tiny_models
 from tests.server.tiny_folder import write_tiny_model
@@ -63,3 +63,15 @@ def test_too_many_end_ids_are_refused_before_weights_are_read(tmp_path):
     edit(folder / "config.json", eos_token_id=list(range(20)))
     with pytest.raises(ModelError, match="eos_token_id: 21 ids"):
         build_engine(EngineConfig(model=folder), warm_up=False)
+
+
+def test_max_model_len_may_be_what_rope_scaling_stretches_the_context_to(tmp_path):
+    folder = write_tiny_model(tmp_path)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    edit(folder / "config.json", rope_scaling=yarn)
+    lengths = {None: 256, 400: 400, 512: 512}
+    for max_model_len, length in lengths.items():
+        config = EngineConfig(model=folder, num_pages=64, max_model_len=max_model_len)
+        assert build_engine(config, warm_up=False).resolved.scheduler.limits.max_model_len == length
+    with pytest.raises(ConfigError, match=r"513 is not allowed.* is 256, and 512 with its rope scaling"):
+        build_engine(EngineConfig(model=folder, num_pages=64, max_model_len=513), warm_up=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 import transformers
@@ -74,6 +76,13 @@ def test_unknown_rope_types_are_refused_by_name(kind, spelling):
         ({"rope_theta": -1.0}, "rope_theta is -1.0"),
         ({"rope_theta": "10000"}, "rope_theta is '10000'"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "'factor' is 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": "1"}}, "'attention_factor' is '1'"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": "1", "mscale_all_dim": 1}},
+            "'mscale'.* is '1'",
+        ),
+        ({"rope_scaling": ["yarn"]}, r"rope_scaling is \['yarn'\]; it must be an object"),
+        ({"rope_parameters": "yarn"}, "rope_parameters is 'yarn'; it must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
     ],
@@ -83,17 +92,84 @@ def test_unusable_rope_parameters_are_refused(fields, named):
         rope_from_hf(fields, 2048)
 
 
+def test_parameters_that_transformers_ignores_are_ignored_with_a_warning(caplog):
+    scaling = {"rope_type": "yarn", **YARN, "attn_factor": 0.5}
+    config = transformers.LlamaConfig(head_dim=96, max_position_embeddings=8192, rope_parameters=scaling)
+    _, factor = ROPE_INIT_FUNCTIONS["yarn"](config)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "jaxoverlap"):
+        rope = rope_from_hf({"rope_scaling": {"type": "yarn", **YARN}}, 8192)
+        assert not caplog.records
+        assert rope_from_hf({"rope_scaling": scaling}, 8192) == rope
+    assert rope.attention_factor == pytest.approx(factor)
+    assert "rope_type 'yarn' does not have are ignored: ['attn_factor']" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("scaling", "stretched"),
+    [
+        ({"rope_type": "default"}, 40960),
+        ({"rope_type": "llama3", **LLAMA3}, 40960),
+        ({"rope_type": "linear", "factor": 2.5}, 102400),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
+        ({"rope_type": "yarn", "factor": 4.0}, 163840),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 40960),
+    ],
+    ids=str,
+)
+def test_scaling_stretches_the_context(scaling, stretched):
+    assert rope_from_hf({"rope_scaling": scaling}, 40960).stretched(40960) == stretched
+
+
 def test_gguf_spellings():
     assert rope_from_gguf({"llama.rope.freq_base": 5e5}, "llama", 8192, ()) == RopeConfig(theta=5e5)
     linear = RopeConfig(theta=1e4, kind="linear", factor=4.0)
     new = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     assert rope_from_gguf(new, "llama", 8192, ()) == linear
     assert rope_from_gguf({"llama.rope.scale_linear": 4.0}, "llama", 8192, ()) == linear
+    assert rope_from_gguf({"llama.rope.scaling.factor": 4.0}, "llama", 8192, ()) == linear
+    none = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
+    assert rope_from_gguf(none, "llama", 8192, ()) == rope_from_gguf({}, "llama", 8192, ()) == RopeConfig()
     assert rope_from_gguf({}, "llama", 8192, (1.0, 2.0)).frequency_factors == (1.0, 2.0)
     with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.type is 'longrope'"):
         rope_from_gguf({"llama.rope.scaling.type": "longrope"}, "llama", 8192, ())
     with pytest.raises(ModelError, match=r"rope_freqs\.weight beside"):
         rope_from_gguf(new, "llama", 8192, (1.0, 2.0))
+
+
+GGUF_YARN = {"type": "yarn", "factor": 4.0, "original_context_length": 4096}
+
+
+def gguf(**scaling):
+    return rope_from_gguf({f"llama.rope.scaling.{name}": value for name, value in scaling.items()}, "llama", 8192, ())
+
+
+def test_gguf_yarn_bounds_are_those_of_transformers():
+    for fields in ({}, {"beta_fast": 24.0, "beta_slow": 2.0}):
+        expected = rope_from_hf({"rope_scaling": {"rope_type": "yarn", **YARN, **fields}}, 8192)
+        given = {**GGUF_YARN, **{f"yarn_{name}": value for name, value in fields.items()}}
+        assert gguf(**given) == gguf(**given, yarn_ext_factor=1.0, finetuned=True) == expected
+    assert gguf(**GGUF_YARN, attn_factor=0.5).attention_factor == pytest.approx(expected.attention_factor / 2)
+    assert gguf(type="linear", factor=4.0, attn_factor=0.5).attention_factor == 0.5
+
+
+@pytest.mark.parametrize(
+    ("scaling", "named"),
+    [
+        ({**GGUF_YARN, "yarn_ext_factor": 0.0}, "yarn_ext_factor is 0.0"),
+        ({"type": "linear", "factor": 4.0, "yarn_ext_factor": 1.0}, "yarn_ext_factor is 1.0"),
+        ({**GGUF_YARN, "yarn_attn_factor": 1.0}, "yarn_attn_factor is 1.0"),
+        ({**GGUF_YARN, "yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
+        ({"alpha": 1000.0}, "alpha is 1000.0"),
+        ({**GGUF_YARN, "yarn_beta_fast": "32"}, "yarn_beta_fast is '32'"),
+        ({**GGUF_YARN, "factor": "4"}, "factor is '4'"),
+        ({**GGUF_YARN, "original_context_length": 0}, "original_context_length is 0"),
+    ],
+    ids=str,
+)
+def test_gguf_rope_keys_that_are_not_computed_are_refused(scaling, named):
+    with pytest.raises(ModelError, match=rf"llama\.rope\.scaling\.{named}"):
+        gguf(**scaling)
 
 
 def test_frequency_factors_divide():
