@@ -5,7 +5,7 @@ Most fields have the name of the parameter that they are. Those that have not:
     max_completion_tokens            max_tokens
     logprobs, top_logprobs (chat)    logprobs: true asks for them, the other for how many alternatives
     response_format                  structured_output
-    messages, tools, …  (chat)       the prompt, a ChatPrompt
+    messages, tools, …  (chat)       the prompt, a ChatPrompt; arguments of tool calls, JSON text there, are decoded
 
 A null is a field that is left out. An error calls a field what the line calls it.
 """
@@ -177,10 +177,32 @@ def _structure(response_format: Any) -> dict[str, Any] | None:
 
 
 def _chat(body: dict[str, Any]) -> ChatPrompt:
+    given = {name: body[name] for name in _CHAT_FIELDS if name in body}
+    if isinstance(given["messages"], list):
+        given["messages"] = [_with_arguments_decoded(message) for message in given["messages"]]
     try:
-        return ChatPrompt(**{name: body[name] for name in _CHAT_FIELDS if name in body})
+        return ChatPrompt(**given)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"body.{error.field}", error.value, error.allowed) from None
+
+
+def _with_arguments_decoded(message: Any) -> Any:
+    """OpenAI writes a tool call's arguments as JSON text; chat templates expect the object, as in vLLM."""
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    if not isinstance(calls, list):
+        return message
+
+    def decoded(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+            return call
+        try:
+            arguments = json.loads(function["arguments"])
+        except (ValueError, RecursionError):
+            return call
+        return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+    return {**message, "tool_calls": [decoded(call) for call in calls]}
 
 
 def _prompt(body: dict[str, Any]) -> Prompt:

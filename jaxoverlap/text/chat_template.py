@@ -7,7 +7,7 @@ globals), so a template gives the same text in both.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -46,7 +46,9 @@ class ChatTemplate:
                 raise ModelError(f"chat template {name!r} does not compile: {error}") from error
 
     def render(self, chat: ChatPrompt) -> str:
-        """The prompt text.
+        """The prompt text, as transformers renders it: fields that are None are left out.
+
+        Where the template fails on tool calls, they are spelled as other templates expect them: see `_spellings`.
 
         A message that is continued is found in the text by a mark that is put at its end, as in transformers. What the
         template writes after it goes; where the template trims the message, so do the spaces before it.
@@ -55,7 +57,7 @@ class ChatTemplate:
           InvalidRequestError: messages refused by the template, or that are not JSON.
           UnsupportedError: the model has several templates and no default.
         """
-        # Fields that are None are as good as absent; most templates would print them.
+        # Most templates would print a field that is None.
         present = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
         if chat.continue_final_message:
             present[-1]["content"] += _END_MARK
@@ -64,17 +66,54 @@ class ChatTemplate:
         if template is None:
             raise UnsupportedError(f"no default chat template; this model has {sorted(self._templates)}")
         context = {**self._special_tokens, **_plain(dict(chat.chat_template_kwargs or {}), "chat_template_kwargs")}
-        context["messages"] = _plain(present, "messages")
+        messages = _plain(present, "messages")
         for name in ("tools", "documents"):
             given = getattr(chat, name)
             context[name] = None if given is None else _plain(list(given), name)
         context["add_generation_prompt"] = chat.opens_answer
-        try:
-            text = template.render(context)
-        except Exception as error:  # a template is a program: it may fail in any way on messages it does not expect
-            shown = list(chat.messages)
-            raise InvalidRequestError("messages", shown, f"the model's chat template refuses: {error}") from error
+        text = self._render(template, context, messages, chat)
         return _cut_after_final_message(text, chat) if chat.continue_final_message else text
+
+    @staticmethod
+    def _render(template: jinja2.Template, context: dict[str, Any], messages: list[Any], chat: ChatPrompt) -> str:
+        first: Exception | None = None
+        for spelled in _spellings(messages):
+            try:
+                return template.render({**context, "messages": spelled})
+            except Exception as error:  # a template is a program: it may fail in any way on what it does not expect
+                first = first or error
+        raise InvalidRequestError(
+            "messages", list(chat.messages), f"the model's chat template refuses: {first}"
+        ) from first
+
+
+def _spellings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The messages as they are, and then as templates may expect the tool calls in them.
+
+    A content that is not there may have to be null (DeepSeek-R1), and arguments that are an object its JSON text.
+    """
+    null = [{"content": None, **message} for message in messages]
+    tried: list[list[dict[str, Any]]] = []
+    for arguments in (lambda m: m, _with_arguments_as_text):
+        for contents in (messages, null):
+            spelled = [arguments(message) for message in contents]
+            if spelled not in tried:
+                tried.append(spelled)
+                yield spelled
+
+
+def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+
+    def spelled(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+            return call
+        return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
+
+    return {**message, "tool_calls": [spelled(call) for call in calls]}
 
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "

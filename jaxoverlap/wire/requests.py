@@ -156,10 +156,11 @@ def _chat(prompt: ChatPrompt) -> common_pb2.Chat:
     )
     for index, given in enumerate(prompt.messages):
         field = f"messages[{index}]"
+        content = given.get("content")
         extra = {key: value for key, value in given.items() if key not in ("role", "content") and value is not None}
         message.messages.add(
             role=_text(f"{field}.role", given["role"]),
-            content=_text(f"{field}.content", given.get("content") or ""),
+            content=None if content is None else _text(f"{field}.content", content),
             extra_json=_json(field, extra) if extra else "",
         )
     return message
@@ -274,7 +275,7 @@ def _message_of(message: common_pb2.ChatMessage, field: str) -> dict[str, Any]:
     taken = {"role", "content"} & set(extra)
     if taken:
         raise InvalidRequestError(f"{field}.extra_json", sorted(taken), "role and content have fields of their own")
-    content = None if not message.content and extra.get("tool_calls") else message.content
+    content = message.content if message.HasField("content") or not extra.get("tool_calls") else None
     return {"role": message.role, "content": content, **extra}
 
 

@@ -151,6 +151,22 @@ def test_what_the_template_is_told():
     assert not request(messages=CHAT, add_generation_prompt=False).prompt.opens_answer
 
 
+def test_arguments_of_tool_calls_are_decoded():
+    def read(arguments):
+        call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        (read,) = request(messages=messages).prompt.messages[1]["tool_calls"]
+        assert {**read, "function": {"name": "f", "arguments": arguments}} == call
+        return read["function"]["arguments"]
+
+    assert read('{"city": "Paris", "days": [1]}') == {"city": "Paris", "days": [1]}
+    for other in ({"city": "Paris"}, "", "no JSON", "[1]", '"x"', "[" * 100_000, None, 3):
+        assert read(other) == other
+    for calls in ("f", ["f"], [{"function": "f"}]):
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        assert request(messages=[message]).prompt.messages == [message]
+
+
 @pytest.mark.parametrize(
     ("line", "param", "said"),
     [

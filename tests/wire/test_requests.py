@@ -155,7 +155,8 @@ def test_chats_come_back_with_all_their_fields():
         messages=[
             *CHAT,
             {"role": "assistant", "content": None, "tool_calls": [call]},
-            {"role": "tool", "content": "3", "tool_call_id": "a"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "", "tool_call_id": "a"},
         ],
         tools=[{"type": "function"}],
         documents=[],
@@ -166,6 +167,15 @@ def test_chats_come_back_with_all_their_fields():
     going_on = ChatPrompt(messages=[*CHAT, {"role": "assistant", "content": "Well"}], continue_final_message=True)
     assert prompt_of(generation(going_on, SamplingParams(), NO_OPTIONS)) == going_on
     assert not going_on.opens_answer and ChatPrompt(messages=CHAT).opens_answer and not chat.opens_answer
+
+
+def test_a_message_without_content_is_empty_unless_it_calls_tools():
+    messages = [{"role": "user"}, {"role": "assistant", "extra_json": '{"tool_calls": [{"name": "f"}]}'}]
+    read = prompt_of(Generation(chat=common_pb2.Chat(messages=messages)))
+    assert read.messages == [
+        {"role": "user", "content": ""},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+    ]
 
 
 @pytest.mark.parametrize(
