@@ -59,6 +59,8 @@ class ChatTemplate:
         """
         # Most templates would print a field that is None.
         present = [{key: value for key, value in message.items() if value is not None} for message in chat.messages]
+        for message in present:
+            _alias_reasoning(message)
         if chat.continue_final_message:
             present[-1]["content"] += _END_MARK
         template = self._templates.get("tool_use") if chat.tools else None
@@ -85,6 +87,17 @@ class ChatTemplate:
         raise InvalidRequestError(
             "messages", list(chat.messages), f"the model's chat template refuses: {first}"
         ) from first
+
+
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+def _alias_reasoning(message: dict[str, Any]) -> None:
+    """Gives the reasoning of an answer the names that templates read, whatever it came by; as transformers does."""
+    reasoning = next((message[name] for name in _REASONING_FIELDS if name in message), None)
+    if reasoning is not None:
+        message.setdefault("thinking", reasoning)
+        message["reasoning_content"] = reasoning
 
 
 def _spellings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -95,6 +95,17 @@ def test_fields_that_are_none_count_as_absent():
     )
 
 
+@pytest.mark.parametrize(
+    "fields", [{"reasoning": "a"}, {"thinking": "a"}, {"reasoning_content": "a", "thinking": "b"}, {}]
+)
+def test_reasoning_has_the_names_that_transformers_gives_it(tmp_path, fields):
+    template = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}|{{ m.reasoning }};{% endfor %}"
+    ours, theirs = pair(save_tokenizer(make_tokenizer(), tmp_path, chat_template=template))
+    messages = [*CHAT[:2], {"role": "assistant", "content": "x", "name": None, **fields}]
+    expected = theirs.apply_chat_template(messages, tokenize=False)
+    assert ours.decode(ours.apply_chat_template(chat(messages, add_generation_prompt=False))) == expected
+
+
 def test_a_model_without_template_says_so(tmp_path):
     ours, _ = pair(save_tokenizer(make_tokenizer(), tmp_path, chat_template=None))
     assert not ours.has_chat_template
