@@ -192,7 +192,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; ModelError names the file if there is none."""
     try:
         value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: can't be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path}: expected a JSON object")

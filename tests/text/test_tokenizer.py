@@ -229,6 +229,74 @@ def test_special_tokens_named_only_in_the_config_are_special(tmp_path):
     )
 
 
+NEW = {
+    "content": "<|new|>",
+    "special": True,
+    "lstrip": False,
+    "rstrip": False,
+    "single_word": False,
+    "normalized": False,
+}
+NEW_ID = Tokenizer(make_tokenizer()).vocab_size
+ADDED = {
+    "added_tokens_decoder": {"added_tokens_decoder": {str(NEW_ID): NEW}},
+    "with few words": {"added_tokens_decoder": {str(NEW_ID): {"content": "<|new|>"}}},
+    "two": {"added_tokens_decoder": {str(NEW_ID + 1): NEW, str(NEW_ID): {**NEW, "content": "<|newer|>"}}},
+    "additional": {"additional_special_tokens": ["<tool>", "<|new|>"]},
+    "objects": {"additional_special_tokens": [{**NEW, "__type": "AddedToken"}]},
+    "extra": {"extra_special_tokens": ["<|new|>"]},
+    "a role": {"pad_token": "<|new|>", "eos_token": {"content": "<|newer|>", "__type": "AddedToken"}},
+    "split": {"split_special_tokens": True},
+    "added_tokens.json": {},
+}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_tokens_that_tokenizer_json_lacks_are_those_of_transformers(tmp_path, name):
+    folder = save_tokenizer(make_tokenizer(bos=True), tmp_path, **ADDED[name])
+    if name == "added_tokens.json":
+        (folder / "added_tokens.json").write_text(json.dumps({"<|new|>": NEW_ID, "</s>": 2}))
+    ours, theirs = Tokenizer.from_folder(folder), hf(folder)
+    text = "a <tool> b <|new|>c<|newer|></s> <s>"
+    ids = ours.encode(text)
+    assert ids == theirs.encode(text)
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+
+@pytest.mark.parametrize("token_id", [3, NEW_ID + 1])
+def test_an_added_token_whose_id_does_not_fit_is_refused(tmp_path, token_id):
+    folder = save_tokenizer(make_tokenizer(), tmp_path, added_tokens_decoder={str(token_id): NEW})
+    with pytest.raises(ModelError, match=rf"'<\|new\|>' has id {token_id}, .*room for {NEW_ID}"):
+        Tokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"added_tokens_decoder": [1]},
+        {"added_tokens_decoder": {"260": "x"}},
+        {"added_tokens_decoder": {"x": NEW}},
+        {"added_tokens_decoder": {"260": {"special": True}}},
+        {"added_tokens_decoder": {"260": {"content": 3}}},
+        {"additional_special_tokens": "<x>"},
+        {"additional_special_tokens": [3]},
+        {"eos_token": 7},
+        {"eos_token": {"special": True}},
+        {"chat_template": [1]},
+        {"chat_template": [{"name": "default"}]},
+        {"chat_template": {"default": 1}},
+        {"chat_template": 3},
+    ],
+    ids=str,
+)
+def test_a_tokenizer_config_of_the_wrong_form_is_refused_by_field(tmp_path, fields):
+    folder = save_tokenizer(make_tokenizer(), tmp_path, **fields)
+    with pytest.raises(ModelError, match=rf"tokenizer_config\.json: {next(iter(fields))}.* is .*it must be"):
+        Tokenizer.from_folder(folder)
+
+
 def test_older_forms_come_through_transformers(tmp_path):
     data = json.loads(make_tokenizer().to_str())
     (tmp_path / "vocab.json").write_text(json.dumps(data["model"]["vocab"]))
