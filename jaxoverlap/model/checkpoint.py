@@ -87,6 +87,9 @@ class HfCheckpoint:
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{index_path} has no weight_map")
+        for name, file_name in weight_map.items():
+            if not isinstance(file_name, str):
+                raise ModelError(f"{index_path}: the file of tensor {name!r} is {file_name!r}; it must be a name")
         files: dict[str, SafetensorsFile] = {}
         for file_name in sorted(set(weight_map.values())):
             if not (folder / file_name).is_file():
@@ -109,8 +112,8 @@ class GgufCheckpoint:
     def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
         self.tokenizer_source: TokenizerSource = file.metadata
-        if file.metadata.get("split.count", 1) > 1:
-            raise ModelError(f"{path} is one of {file.metadata['split.count']} parts: not supported in this build")
+        if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
+            raise ModelError(f"{path} is one of {parts} parts: not supported in this build")
         self._gguf_name = {_hf_name(name): name for name in file.names}
         names = set(self._gguf_name)
         if "model.embed_tokens.weight" not in names:
@@ -120,7 +123,7 @@ class GgufCheckpoint:
             factors = tuple(file.read(_ROPE_FACTORS).reshape(-1).tolist())
         self.config = config_from_gguf(
             file.metadata,
-            vocab_size=file.shape("token_embd.weight")[0],
+            vocab_size=next(iter(file.shape("token_embd.weight")), 0),
             tied="lm_head.weight" not in names,
             biases=[kind for kind, name in _BIAS_PROBES.items() if name in names],
             frequency_factors=factors,

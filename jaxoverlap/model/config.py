@@ -15,6 +15,7 @@ from typing import Any
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model.rope import RopeConfig, positive, rope_from_gguf, rope_from_hf
 
+_MAX_LAYERS = 10_000
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 _FAMILY_OF_ARCHITECTURE = {
@@ -170,13 +171,13 @@ def config_from_hf(
 
     hidden_size = _required_int(config, "hidden_size")
     num_heads = _required_int(config, "num_attention_heads")
-    num_layers = _required_int(config, "num_hidden_layers")
+    num_layers = _required_int(config, "num_hidden_layers", _MAX_LAYERS)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise unsupported("hidden_act", activation, ["silu"])
-    if config.get("quantization_config") is not None:
-        method = config["quantization_config"].get("quant_method", "unknown")
+    if (quantization := config.get("quantization_config")) is not None:
+        method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise unsupported("quantization_config", method, ["none (bfloat16, float16, float32 weights)", "GGUF files"])
-    attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
+    attention_bias = _flag(config, "attention_bias") and family in ("llama", "qwen3")
     context = _required_int({**defaults, **config}, "max_position_embeddings")
     sources = {"eos_token_id": config, "generation_config.json: eos_token_id": generation_config or {}}
     end_ids = {
@@ -193,10 +194,10 @@ def config_from_hf(
         intermediate_size=_required_int(config, "intermediate_size"),
         norm_eps=config.get("rms_norm_eps", 1e-6),
         rope=rope_from_hf(config, context),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and family == "llama",
+        mlp_bias=_flag(config, "mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
         max_position_embeddings=context,
         eos_token_ids=tuple(sorted(end_ids)),
@@ -226,7 +227,7 @@ def config_from_gguf(
       ModelError: a key is missing or holds what this build does not support.
     """
     architecture = metadata.get("general.architecture")
-    if architecture not in _FAMILY_OF_GGUF:
+    if not isinstance(architecture, str) or architecture not in _FAMILY_OF_GGUF:
         raise unsupported("general.architecture", architecture, _FAMILY_OF_GGUF)
 
     def key(name: str) -> str:
@@ -234,7 +235,9 @@ def config_from_gguf(
 
     hidden_size = _required_int(metadata, key("embedding_length"))
     num_heads = _required_int(metadata, key("attention.head_count"))
-    head_dim = metadata.get(key("attention.key_length"), hidden_size // num_heads)
+    head_dim = hidden_size // num_heads
+    if key("attention.key_length") in metadata:
+        head_dim = _required_int(metadata, key("attention.key_length"))
     if metadata.get(key("attention.value_length"), head_dim) != head_dim:
         raise unsupported(key("attention.value_length"), metadata[key("attention.value_length")], [head_dim])
     if metadata.get(key("rope.dimension_count"), head_dim) != head_dim:
@@ -245,7 +248,7 @@ def config_from_gguf(
         raise ModelError(f"{key('attention.layer_norm_rms_epsilon')} is missing")
     biases = set(biases)
     context = _required_int(metadata, key("context_length"))
-    num_layers = _required_int(metadata, key("block_count"))
+    num_layers = _required_int(metadata, key("block_count"), _MAX_LAYERS)
     return ModelConfig(
         family=_FAMILY_OF_GGUF[architecture],
         vocab_size=vocab_size,
@@ -271,8 +274,10 @@ def config_from_gguf(
 
 def _hf_family(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise unsupported("architectures", architectures, ["a list of names"])
     for architecture in architectures:
-        if architecture not in _FAMILY_OF_ARCHITECTURE:
+        if not isinstance(architecture, str) or architecture not in _FAMILY_OF_ARCHITECTURE:
             raise unsupported("architectures", architecture, _FAMILY_OF_ARCHITECTURE)
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
@@ -286,12 +291,16 @@ def _hf_windows(family: str, config: Mapping[str, Any], window: int | None, num_
     """Each layer's window; every family has its own switch."""
     if family == "mistral":
         return (window,) * num_layers
-    if family == "llama" or not config.get("use_sliding_window", False):
+    if family == "llama" or not _flag(config, "use_sliding_window"):
         return (None,) * num_layers
     layer_types = config.get("layer_types")
     if layer_types is None:
         full = config.get("max_window_layers", 28)
+        if not isinstance(full, int):
+            raise ModelError(f"max_window_layers is {full!r}; it must be an integer")
         return tuple(None if layer < full else window for layer in range(num_layers))
+    if not isinstance(layer_types, list):
+        raise ModelError(f"layer_types is {layer_types!r}; it must be a list")
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise unsupported("layer_types", layer_type, ["full_attention", "sliding_attention"])
@@ -310,13 +319,20 @@ def _gguf_windows(
     return (window,) * num_layers
 
 
-def _required_int(source: Mapping[str, Any], name: str) -> int:
+def _required_int(source: Mapping[str, Any], name: str, most: int = 2**31 - 1) -> int:
     if name not in source:
         raise ModelError(f"{name} is missing from the model's configuration")
     value = source[name]
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name} is {value!r}; it must be a positive integer")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise ModelError(f"{name} is {value!r}; it must be an integer from 1 to {most}")
     return value
+
+
+def _flag(source: Mapping[str, Any], name: str) -> bool:
+    value = source.get(name)
+    if not isinstance(value, bool | None):
+        raise ModelError(f"{name} is {value!r}; it must be true or false")
+    return bool(value)
 
 
 def _token_ids(field: str, value: Any) -> list[int]:

@@ -63,7 +63,7 @@ class GgufFile:
         self._entries: dict[str, _Entry] = {}
         try:
             self._parse()
-        except (struct.error, IndexError, UnicodeDecodeError) as error:
+        except (struct.error, IndexError, UnicodeDecodeError, RecursionError) as error:
             raise ModelError(f"{path}: truncated or damaged GGUF header: {error}") from error
 
     @property
@@ -124,6 +124,8 @@ class GgufFile:
             shape = tuple(cursor.scalar("<Q") for _ in range(cursor.scalar("<I")))
             relative.append((name, shape[::-1], cursor.scalar("<I"), cursor.scalar("<Q")))
         alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1:
+            raise ModelError(f"{self.path}: general.alignment is {alignment!r}; it must be a positive integer")
         self.header = bytes(self._map[: cursor.at])
         data_start = -(-cursor.at // alignment) * alignment
         for name, shape, ggml_type, offset in relative:

@@ -46,7 +46,7 @@ class SafetensorsFile:
         self._data_start = 8 + header_bytes
         try:
             entries = json.loads(self.header, object_pairs_hook=self._unique)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ModelError(f"{path}: unreadable safetensors header: {error}") from error
         if not isinstance(entries, dict):
             raise ModelError(f"{path}: unreadable safetensors header: expected a JSON object")
@@ -83,11 +83,13 @@ class SafetensorsFile:
         try:
             entry = self._entries[name]
             begin, end = entry["data_offsets"]
+            if not all(type(size) is int and size >= 0 for size in (begin, end, *entry["shape"])):
+                raise TypeError("sizes are integers from 0 on")
             items = math.prod(entry["shape"])
             dtype = _DTYPES.get(entry["dtype"])
         except (KeyError, TypeError, ValueError) as error:
             raise ModelError(f"{self.path}: tensor {name!r} has an unreadable header entry") from error
-        if not 0 <= begin <= end:
+        if begin > end:
             raise ModelError(f"{self.path}: tensor {name!r} spans bytes {begin} to {end}")
         available = len(self._map) - self._data_start
         if end > available:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,6 +15,7 @@ import transformers
 
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model.config import FAMILIES, config_from_gguf, config_from_hf
+from jaxoverlap.model.rope import inverse_frequencies
 
 HF = {
     "architectures": ["LlamaForCausalLM"],
@@ -78,6 +82,11 @@ def test_family_features():
         ({"model_type": "qwen2"}, "model_type is 'qwen2' but architectures"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*allowed: silu"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config is 'awq'"),
+        ({"quantization_config": "awq"}, "quantization_config is 'awq'"),
+        ({"architectures": [{}]}, "architectures is {}"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'.*list"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"bos_token_id": "1"}, "bos_token_id is '1'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"num_key_value_heads": 3}, "num_kv_heads is 3.*divide the 4"),
         ({"head_dim": 15}, "head_dim is 15"),
@@ -213,6 +222,49 @@ def test_gguf_vocabulary_is_the_table_s_not_the_metadata_s():
 def test_gguf_that_can_not_be_computed_is_refused(fields, named):
     with pytest.raises(ModelError, match=named):
         config_from_gguf({**GGUF, **fields}, vocab_size=100, tied=True)
+
+
+WRONG = [None, "x", "", [], [None], [1, "x"], {}, {"a": 1}, 1.5, -1, 0, True, 10**30, math.nan]
+HF_FIELDS = [*HF, "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config",
+             "eos_token_id", "bos_token_id", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
+             "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"]  # fmt: skip
+ROPE_FIELDS = ["rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
+               "attention_factor", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_value_of_any_field_raises_anything_but_a_model_error(family):
+    windows = {"use_sliding_window": True, "sliding_window": 4}
+    rope = dict.fromkeys(("factor", "low_freq_factor"), 2.0) | {
+        "high_freq_factor": 8.0,
+        "mscale": 1,
+        "mscale_all_dim": 1,
+    }
+    for value in WRONG:
+        for name in HF_FIELDS:
+            with contextlib.suppress(ModelError):
+                config_from_hf(hf(family, **{**windows, name: value}), {"eos_token_id": value})
+        for kind, name in itertools.product(("linear", "llama3", "yarn"), ROPE_FIELDS):
+            with contextlib.suppress(ModelError):
+                config = config_from_hf(hf(family, rope_scaling={"rope_type": kind, **rope, name: value}))
+                if config.head_dim < 1000:
+                    inverse_frequencies(config.rope, config.head_dim)
+                assert config.longest_context >= config.max_position_embeddings
+
+
+def test_no_value_of_any_gguf_key_raises_anything_but_a_model_error():
+    keys = [*GGUF, "tokenizer.ggml.tokens", "tokenizer.ggml.token_type", "tokenizer.ggml.eos_token_id", "split.count"]
+    keys += [f"llama.attention.{name}" for name in ("key_length", "value_length", "sliding_window")]
+    keys += [f"llama.rope.{name}" for name in ("freq_base", "scale_linear", "dimension_count", "scaling.type")]
+    keys += [f"llama.rope.scaling.{name}" for name in ("factor", "original_context_length", "attn_factor")]
+    keys += [f"llama.rope.scaling.yarn_{name}" for name in ("beta_fast", "beta_slow", "ext_factor")]
+    tokens = {"tokenizer.ggml.tokens": ["a", "</s>"], "tokenizer.ggml.token_type": [1, 3]}
+    yarn = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
+    for value, key in itertools.product(WRONG, keys):
+        with contextlib.suppress(ModelError):
+            config = config_from_gguf({**GGUF, **tokens, **yarn, key: value}, vocab_size=100, tied=True)
+            if config.head_dim < 1000:
+                inverse_frequencies(config.rope, config.head_dim)
 
 
 def test_gguf_missing_key_is_named():

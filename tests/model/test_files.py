@@ -71,6 +71,12 @@ def test_what_the_library_writes_is_read(tmp_path):
         ({"w": entry("F64", [2], 0, 16)}, b"\0" * 16, "'w' has dtype F64.*allowed: BF16, F16, F32"),
         ({"w": {"dtype": "F32"}}, b"", "'w' has an unreadable header"),
         ({"w": 3}, b"", "'w' has an unreadable header"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}, b"0000", "'w' has an unreadable header"),
+        ({"w": {"dtype": "F32", "shape": [-1, -1], "data_offsets": [0, 4]}}, b"0000", "'w' has an unreadable header"),
+        ({"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, b"0000", "'w' has an unreadable header"),
+        ({"w": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, b"0000", "'w' has an unreadable header"),
+        ({"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}, b"0000", "'w' has an unreadable header"),
+        (b'{"w":' + b"[" * 200_000, b"", "unreadable safetensors header"),
         (b'{"w": 1, "w": 2}', b"", "'w' appears twice"),
         (b"[1]", b"", "expected a JSON object"),
         (b"{not json", b"", "unreadable safetensors header"),
@@ -167,6 +173,32 @@ def test_a_tensor_or_key_twice_is_refused(tiny_gguf, tmp_path):
     path.write_bytes(content.replace(b"tokenizer.ggml.eos_token_id", b"tokenizer.ggml.bos_token_id"))
     with pytest.raises(ModelError, match=r"'tokenizer\.ggml\.bos_token_id' appears twice in the metadata"):
         GgufFile(path)
+
+
+def gguf_with(key: str, kind: int, value: bytes) -> bytes:
+    """A file of one key and no tensors."""
+    return (
+        b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key.encode() + struct.pack("<I", kind) + value + bytes(64)
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (gguf_with("general.alignment", 4, struct.pack("<I", 0)), "general.alignment is 0"),
+        (gguf_with("general.alignment", 5, struct.pack("<i", -32)), "general.alignment is -32"),
+        (gguf_with("general.alignment", 8, struct.pack("<Q", 1) + b"a"), "general.alignment is 'a'"),
+        (gguf_with("general.alignment", 7, b"\1"), "general.alignment is True"),
+        (gguf_with("a", 9, struct.pack("<IQ", 9, 1) * 5000 + struct.pack("<IQ", 4, 0)), "damaged GGUF header"),
+        (gguf_with("a", 9, struct.pack("<IQ", 4, 2**62)), "damaged GGUF header"),
+        (gguf_with("a", 9, struct.pack("<IQ", 8, 2**62)), "damaged GGUF header"),
+    ],
+    ids=range(7),
+)
+def test_damaged_gguf_headers_are_refused(tmp_path, content, named):
+    (tmp_path / "f.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=named):
+        GgufFile(tmp_path / "f.gguf")
 
 
 def test_unknown_quantisation_is_refused_by_name(tiny_gguf, tmp_path):

@@ -195,6 +195,13 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
         load_model(sharded)
 
 
+@pytest.mark.parametrize("file", [None, 3, ["a"]])
+def test_a_file_that_is_no_name_in_the_index_is_refused(sharded, file):
+    edit_index(sharded, lambda weight_map: weight_map.update({"model.norm.weight": file}))
+    with pytest.raises(ModelError, match=r"index\.json: the file of tensor 'model\.norm\.weight' is"):
+        load_model(sharded)
+
+
 def test_a_tensor_the_index_does_not_list_is_named(sharded):
     name = "model.layers.1.mlp.up_proj.weight"
     edit_index(sharded, lambda weight_map: weight_map.pop(name))
