@@ -33,7 +33,9 @@ from jaxoverlap.model.default_model import NAME, default_model_path
 
 _DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"]
+_HUB_COPIES = ["consolidated*.safetensors", "original/*"]
+"""The same weights once more, as Mistral and Meta write them."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ def _download(hub_id: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
     except Exception as error:
         raise ModelError(
             f"{hub_id}: no such file or folder here, and fetching it from the Hugging Face hub failed: {error}"

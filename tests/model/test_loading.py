@@ -7,6 +7,7 @@ import shutil
 from dataclasses import replace
 
 import gguf
+import huggingface_hub.utils
 import jax
 import ml_dtypes
 import numpy as np
@@ -320,6 +321,15 @@ def test_a_path_that_is_not_there_is_refused_without_asking_the_hub(source, monk
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(ModelError, match="no such file or folder"):
         load_model(source)
+
+
+def test_the_hub_is_asked_for_each_weight_once_and_for_older_tokenizers(folder, monkeypatch):
+    asked = {}
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **k: asked.update(k) or str(folder))
+    open_model("some-org/tiny")
+    taken = ["config.json", "model-00001-of-00003.safetensors", "tokenizer.model", "vocab.json", "merges.txt"]
+    left = ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "original/model.safetensors"]
+    assert list(huggingface_hub.utils.filter_repo_objects([*taken, *left, "README.md"], **asked)) == taken
 
 
 def test_a_hub_id_is_downloaded(folder, monkeypatch):
