@@ -5,6 +5,14 @@ import signal
 from importlib.util import find_spec
 from pathlib import Path
 
+import hypothesis
+
+# How long anything takes says nothing on a machine that others use as well.
+hypothesis.settings.register_profile(
+    "shared machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("shared machine")
+
 # Many tests build the same steps of the same tiny models; and those of the embedded one take minutes to compile. With a
 # bound JAX locks its cache, so that processes side by side see no half-written entry.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxoverlap" / "tests"
