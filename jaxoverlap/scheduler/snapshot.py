@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,8 @@ _COLUMNS = 64
 _FREE, _CACHED = "#e8e8e8", "#9aa7b8"
 
 
-@dataclass(frozen=True)
-class PageOwner:
-    """One page.
+class PageOwner(NamedTuple):
+    """One page. A tuple, because there are many of them and the engine stands still while they are made.
 
     Attributes:
       page: its id.
@@ -33,7 +32,7 @@ class PageOwner:
     page: int
     owner: str
     request_id: int | None = None
-    index: int | None = None
+    index: int | None = None  # type: ignore[assignment]  # not the method of tuples
     readers: int = 0
     last_used: int | None = None
 
@@ -82,7 +81,7 @@ class MemorySnapshot:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        return {**vars(self), "pages": [page._asdict() for page in self.pages]}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemorySnapshot:
