@@ -49,8 +49,8 @@ def moments_of(steps: Sequence[StepRecord]) -> dict[str, float]:
     alone = [index for index, step in enumerate(steps[:-1]) if step.kind == "decode" and steps[index + 1].launched]
     before, step, after = (steps[alone[len(alone) // 2] + offset] for offset in (-1, 0, 1))
     moments = {
-        "step before materialised": min(before.ready, before.committed),  # a thread saw it, perhaps late
-        "materialised": min(step.ready, step.committed),
+        "step before materialised": min(before.ready, before.read),  # a thread saw it, perhaps late
+        "materialised": min(step.ready, step.read),
         "step after launched": after.launched,
         "committed": step.committed,
     }

@@ -98,9 +98,11 @@ class OverlapLoop:
     def _commit_oldest(self) -> StepOutput:
         oldest, result = self.in_flight.pop()
         self.watch.end("wait")
+        record = self.log.find(oldest.step_id)
+        if record is not None:
+            record.read = self.watch.now
         output = self.scheduler.commit(oldest, result)
         self.watch.end("commit")
-        record = self.log.find(oldest.step_id)
         if record is not None:
             record.committed = self.watch.now
         self._note_finished(record, output.finished)

@@ -55,10 +55,10 @@ def device_steps(steps: Sequence[StepRecord]) -> list[tuple[StepRecord, Interval
     busy = []
     free = float("-inf")
     for step in steps:
-        ready = step.committed if step.ready is None else step.ready
-        if step.launched is None or ready is None:
+        seen = [moment for moment in (step.ready, step.read) if moment is not None]
+        if step.launched is None or not seen:
             continue
-        end = max(ready, free)
+        end = max(min(seen), free)
         busy.append((step, Interval(step.kind, min(max(step.launched, free), end), end)))
         free = end
     return busy

@@ -49,7 +49,8 @@ class StepRecord:
       committed_len, planned_len: int32 [n], positions written by committed steps / after this step.
       num_pages: int [n], allocated pages of each row, of `page_size` tokens.
       running, waiting: requests; pages_used: of all pages; in_flight: steps that the device still had.
-      launched, ready, committed: seconds of `perf_counter`, None for what has not happened.
+      launched, ready, read, committed: seconds of `perf_counter`, None for what has not happened. A step is ready when
+        a timeline's thread sees that it is, which may be late, and read when the host has its result.
       shape: of the compiled step that ran it, as `StepShape` says it. It and `ready` are taken only while a timeline is
         recorded.
       finished: requests of which its commit brought the end.
@@ -70,6 +71,7 @@ class StepRecord:
         "page_size",
         "pages_used",
         "planned_len",
+        "read",
         "ready",
         "request_ids",
         "rows",
@@ -108,6 +110,7 @@ class StepRecord:
         self.running, self.waiting, self.pages_used, self.in_flight = running, waiting, pages_used, in_flight
         self.launched: float | None = None
         self.ready: float | None = None
+        self.read: float | None = None
         self.committed: float | None = None
         self.shape: str | None = None
         self.finished: tuple[FinishRecord, ...] = ()
@@ -166,6 +169,7 @@ class StepRecord:
             "in_flight": self.in_flight,
             "launched": self.launched,
             "ready": self.ready,
+            "read": self.read,
             "committed": self.committed,
             "finished": {str(finish.request_id): finish.reason for finish in self.finished},
         }

@@ -47,13 +47,16 @@ def test_every_layer_is_in_one_stage_with_its_window_and_its_weights():
     assert all(part["params"]["embedding"] is weights["params"]["embedding"] for part in parts)
 
 
+FEW = {"max_running": 1, "max_batched_tokens": 16}
+
+
 def test_a_step_in_stages_does_what_it_does_as_one_function(monkeypatch):
     outcomes = []
     for max_stages in (8, 1):
         monkeypatch.setattr("jaxoverlap.runtime.runner.MAX_STAGES", max_stages)
-        runner = make_runner()
+        runner = make_runner(**FEW)
         runner.executables._compiled = {}  # not those of other tests
-        engine = Engine(scheduler_config(), runner, lookahead=1, eos_token_ids=(EOS_ID,), clock=lambda: 0.0)
+        engine = Engine(scheduler_config(**FEW), runner, lookahead=1, eos_token_ids=(EOS_ID,), clock=lambda: 0.0)
         assert len(runner.step.stages) == min(max_stages, CONFIG.num_layers)
         requests = random_requests(engine, 3, 6)
         drain(engine)
