@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,6 +131,19 @@ def check_messages(messages: Any) -> None:
             raise InvalidRequestError(f"{field}.role", role, "a role such as 'system', 'user' or 'assistant' is needed")
         if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
             raise InvalidRequestError(f"{field}.content", content, "text is needed")
+
+
+def with_tool_arguments(message: Any, change: Callable[[Any], Any]) -> Any:
+    """A message with the arguments of its tool calls changed; as it is where it has none, or is no message."""
+
+    def changed(call: Any) -> Any:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or "arguments" not in function:
+            return call
+        return {**call, "function": {**function, "arguments": change(function["arguments"])}}
+
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    return {**message, "tool_calls": [changed(call) for call in calls]} if isinstance(calls, list) else message
 
 
 def _check_mappings(name: str, values: Any) -> None:

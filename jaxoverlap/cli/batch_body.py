@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from jaxoverlap.errors import InvalidRequestError, UnsupportedError
-from jaxoverlap.prompts import ChatPrompt, Prompt
+from jaxoverlap.prompts import ChatPrompt, Prompt, with_tool_arguments
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 
@@ -179,30 +179,20 @@ def _structure(response_format: Any) -> dict[str, Any] | None:
 def _chat(body: dict[str, Any]) -> ChatPrompt:
     given = {name: body[name] for name in _CHAT_FIELDS if name in body}
     if isinstance(given["messages"], list):
-        given["messages"] = [_with_arguments_decoded(message) for message in given["messages"]]
+        given["messages"] = [with_tool_arguments(message, _decoded) for message in given["messages"]]
     try:
         return ChatPrompt(**given)
     except InvalidRequestError as error:
         raise InvalidRequestError(f"body.{error.field}", error.value, error.allowed) from None
 
 
-def _with_arguments_decoded(message: Any) -> Any:
+def _decoded(arguments: Any) -> Any:
     """OpenAI writes a tool call's arguments as JSON text; chat templates expect the object, as in vLLM."""
-    calls = message.get("tool_calls") if isinstance(message, dict) else None
-    if not isinstance(calls, list):
-        return message
-
-    def decoded(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-            return call
-        try:
-            arguments = json.loads(function["arguments"])
-        except (ValueError, RecursionError):
-            return call
-        return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
-
-    return {**message, "tool_calls": [decoded(call) for call in calls]}
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else None
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
 
 
 def _prompt(body: dict[str, Any]) -> Prompt:

@@ -32,7 +32,7 @@ BOUNDARIES = (
     Boundary("ingest", "messages from front ends are read, requests queued", "fewer, larger messages"),
     Boundary("plan", "rows and pages of the next step are chosen", "lookahead 1 or more hides it"),
     Boundary(
-        "launch", "one array is packed and sent, two calls dispatched", "lookahead hides it; one call instead of two"
+        "launch", "one array is packed and sent, the calls of a step dispatched", "lookahead hides it; fewer calls"
     ),
     Boundary("mask", "constrained rows wait for their last token", "a grammar on the device; no structured output"),
     Boundary(

@@ -20,7 +20,7 @@ import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from jaxoverlap.errors import InvalidRequestError, ModelError, UnsupportedError
-from jaxoverlap.prompts import ChatPrompt
+from jaxoverlap.prompts import ChatPrompt, with_tool_arguments
 
 
 class ChatTemplate:
@@ -116,17 +116,10 @@ def _spellings(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]
 
 
 def _with_arguments_as_text(message: dict[str, Any]) -> dict[str, Any]:
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list):
-        return message
+    def as_text(arguments: Any) -> Any:
+        return _tojson(arguments) if isinstance(arguments, dict) else arguments
 
-    def spelled(call: Any) -> Any:
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
-            return call
-        return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
-
-    return {**message, "tool_calls": [spelled(call) for call in calls]}
+    return with_tool_arguments(message, as_text)
 
 
 _END_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
