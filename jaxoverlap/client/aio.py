@@ -19,7 +19,7 @@ from jaxoverlap.client.calls import Ask, ClientBase, Tries, chat_prompts, in_lis
 from jaxoverlap.client.config import DEFAULT_TARGET
 from jaxoverlap.client.methods import READINESS, Stubs, Unary
 from jaxoverlap.client.replies import AbortedIds, Health, Load, ModelInfo, ServerInfo
-from jaxoverlap.errors import JaxOverlapError, ServiceError
+from jaxoverlap.errors import AbortedError, JaxOverlapError, ServiceError
 from jaxoverlap.outputs import RequestOutput, StreamDelta
 from jaxoverlap.prompts import ChatPrompt, Prompt
 from jaxoverlap.request import RequestOptions
@@ -235,6 +235,9 @@ class AsyncClient(ClientBase):
                 return unary.read(await call)
             except grpc.aio.AioRpcError as failure:
                 error = self._error_of(failure)
+            except asyncio.CancelledError:
+                self._check_closed()
+                raise
             finally:
                 call.cancel()
             await self._rest(tries.pause_after(error), error)
@@ -253,12 +256,21 @@ class AsyncClient(ClientBase):
                         yield piece
             except grpc.aio.AioRpcError as failure:
                 error = self._error_of(failure, received=received)
+            except asyncio.CancelledError:
+                self._check_closed()
+                raise
             finally:
                 call.cancel()
             if error is None:
                 yield reader.finish()
                 return
             await self._rest(tries.pause_after(error, received=received), error)
+
+    def _check_closed(self) -> None:
+        """After a cancellation: raises AbortedError if it was `close` that cancelled the call, and nobody the task."""
+        task = asyncio.current_task()
+        if self._closed and (task is None or not task.cancelling()):
+            raise AbortedError("Channel closed!") from None
 
     async def _rest(self, pause: float | None, error: JaxOverlapError) -> None:
         """Waits for the next try; raises the error where there is none."""

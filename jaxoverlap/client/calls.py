@@ -119,6 +119,8 @@ def error_of(failure: Any, *, received: bool = False, max_message_bytes: int = 0
     if "larger than max" in text:  # gRPC has the same code for it
         allowed = f"messages have at most {max_message_bytes} bytes here, or what the service allows; {text}"
         return InvalidRequestError("message", None, allowed)
+    if "metadata size exceeds" in text:  # and for this
+        return InvalidRequestError("metadata", None, f"the service takes less of it with a call; {text}")
     return AbortedError(text) if received else error  # it was let in: its reader is too slow
 
 

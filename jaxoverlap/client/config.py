@@ -18,8 +18,8 @@ from jaxoverlap.errors import ConfigError
 DEFAULT_TARGET = "127.0.0.1:50051"
 
 _KEEPALIVE_MS, _KEEPALIVE_TIMEOUT_MS = 30_000, 10_000
-"""A server that vanishes without a word (a cable, a kill -9 of its machine) is noticed within 40 s. The service allows
-a ping every 10 s."""
+"""A server that vanishes without a word (a cable, a kill -9 of its machine) is noticed within 40 s, by any call that is
+open then. The service allows a ping every 10 s."""
 _FIRST_RECONNECT_MS, _LAST_RECONNECT_MS = 200, 5_000
 """gRPC's own first pause, 1 s, would outlast most of our retries."""
 
@@ -116,9 +116,13 @@ class ClientConfig:
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
             ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
+            ("grpc.http2.ping_timeout_ms", _KEEPALIVE_TIMEOUT_MS),  # else a minute, whatever the line above says
+            ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", _FIRST_RECONNECT_MS),
             ("grpc.max_reconnect_backoff_ms", _LAST_RECONNECT_MS),
         ]
+        if _is_local(self.target):  # gRPC would ask the proxy of http_proxy even for this machine
+            options.append(("grpc.enable_http_proxy", 0))
         if self.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.server_name))
         return options

@@ -236,6 +236,7 @@ def _options(config: ServerConfig) -> list[tuple[str, int]]:
         # Connections of callers that have vanished are noticed within a minute, and theirs are not too noisy.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 20_000),  # else a minute, whatever the line above says
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),

@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
+from concurrent import futures
+from contextlib import suppress
+
 import grpc
 import pytest
 import trustme
 
-from jaxoverlap import AccessDeniedError, Client, ConfigError, ServerUnavailableError
+from jaxoverlap import (
+    AccessDeniedError,
+    Client,
+    ConfigError,
+    DeadlineError,
+    InvalidRequestError,
+    ServerUnavailableError,
+)
 from jaxoverlap.client import AbortedIds, ClientConfig, Health, ModelInfo
+from jaxoverlap.client import config as client_config
+from jaxoverlap.v1 import generate_service_pb2_grpc
 from tests.client.fake_server import MAX_MODEL_LEN, SNAPSHOT, FakeServer
 
 
@@ -81,6 +96,13 @@ def test_metadata_goes_with_every_call(connect, server):
     assert [call.metadata["x-tenant"] for call in server.calls] == ["blue"] * 2
 
 
+def test_metadata_that_the_service_does_not_take_is_named(connect, server):
+    client = connect(server.target, metadata=[("x-long", "a" * 20_000)])
+    for work in (lambda: client.generate("a"), lambda: list(client.stream("a")), client.load):
+        with pytest.raises(InvalidRequestError, match=r"^metadata: .*exceeds"):
+            work()
+
+
 @pytest.mark.parametrize("token", ["a\n", "ä", "", 7])
 def test_a_token_that_can_not_be_sent_is_named(connect, server, token):
     client = connect(server.target, token=lambda: token)
@@ -104,6 +126,81 @@ def test_a_token_does_not_leave_it_in_the_clear(target):
         ClientConfig(target=target, token="t")
     ClientConfig(target=target, token="t", tls=True)
     ClientConfig(target=target, token="t", allow_plaintext_token=True)
+
+
+@pytest.mark.parametrize(("host", "is_asked"), [("127.0.0.1", False), ("localhost", False), ("llm.example", True)])
+def test_a_proxy_is_not_asked_for_what_is_on_this_machine(connect, monkeypatch, host, is_asked):
+    with socket.create_server(("127.0.0.1", 0)) as proxy, socket.create_server(("127.0.0.1", 0)) as nobody:
+        proxy.setblocking(False)
+        for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy", "https_proxy"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        port = nobody.getsockname()[1]
+        client = connect(f"{host}:{port}", token="t", allow_plaintext_token=True, timeout=0.5, max_retries=0)
+        with pytest.raises((DeadlineError, ServerUnavailableError)):
+            client.load()
+        asked = False
+        with suppress(BlockingIOError):
+            proxy.accept()[0].close()
+            asked = True
+        assert asked == is_asked
+
+
+class Wire:
+    """Between a caller and a server, on which nothing goes any more once it is cut."""
+
+    def __init__(self, port: int) -> None:
+        self.is_cut = threading.Event()
+        self._port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with self._listener:
+            caller, _ = self._listener.accept()
+        server = socket.create_connection(("127.0.0.1", self._port))
+        for ends in ((caller, server), (server, caller)):
+            threading.Thread(target=self._carry, args=ends, daemon=True).start()
+
+    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
+        with source, suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self.is_cut.is_set():
+                    sink.sendall(data)
+        with suppress(OSError):
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_server_that_vanishes_during_a_long_silence_is_noticed(connect, monkeypatch):
+    monkeypatch.setattr(client_config, "_KEEPALIVE_MS", 200)
+    monkeypatch.setattr(client_config, "_KEEPALIVE_TIMEOUT_MS", 200)
+    held = threading.Event()
+
+    class Silent(generate_service_pb2_grpc.GenerateServiceServicer):
+        def Generate(self, request, context):
+            held.wait()
+
+    permissive = [("grpc.http2.min_recv_ping_interval_without_data_ms", 10)]
+    server = grpc.server(futures.ThreadPoolExecutor(1), options=permissive)
+    generate_service_pb2_grpc.add_GenerateServiceServicer_to_server(Silent(), server)
+    wire = Wire(server.add_insecure_port("127.0.0.1:0"))
+    server.start()
+    cut: list[float] = []
+
+    def cut_later() -> None:
+        cut.append(time.monotonic())
+        wire.is_cut.set()
+
+    timer = threading.Timer(2.0, cut_later)  # many pings later
+    timer.start()
+    try:
+        with pytest.raises(ServerUnavailableError):
+            connect(wire.target, max_retries=0, timeout=20.0).generate("a")
+        assert cut and time.monotonic() - cut[0] < 5.0
+    finally:
+        held.set()
+        server.stop(None)
 
 
 @pytest.mark.parametrize(

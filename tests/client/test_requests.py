@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import subprocess
 import sys
@@ -11,7 +12,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jaxoverlap import ChatPrompt, Client, EngineError, InvalidRequestError, RequestOptions, SamplingParams, display
+from jaxoverlap import (
+    AbortedError,
+    AsyncClient,
+    ChatPrompt,
+    Client,
+    EngineError,
+    InvalidRequestError,
+    RequestOptions,
+    SamplingParams,
+    display,
+)
 from jaxoverlap.wire.requests import prompt_of, request_options, sampling_params
 from tests.client.fake_server import MAX_MODEL_LEN, FakeServer, answer_to
 from tests.test_import_floors import ROOT
@@ -150,6 +161,41 @@ def test_a_closed_client_says_so(client):
     for work in (lambda: client.generate("a"), client.load, lambda: next(client.stream("a"))):
         with pytest.raises(EngineError, match="closed"):
             work()
+
+
+def test_closing_a_client_aborts_its_calls(server):
+    server.hold()
+
+    async def main() -> None:
+        for work in (lambda c: c.generate("abc"), lambda c: c.generate(["abc", "def"]), _whole_stream):
+            server.calls.clear()
+            client = AsyncClient(server.target, progress=False)
+            task = asyncio.create_task(work(client))
+            await asyncio.to_thread(server.wait_for_calls, 1)
+            await client.close()
+            with pytest.raises(AbortedError, match="closed"):
+                await task
+
+    async def _whole_stream(client: AsyncClient) -> None:
+        async for _ in client.stream("abc"):
+            ...
+
+    asyncio.run(main())
+
+
+def test_a_task_that_is_cancelled_when_its_client_closes_is_cancelled(server):
+    server.hold()
+
+    async def main() -> None:
+        client = AsyncClient(server.target, progress=False)
+        task = asyncio.create_task(client.generate("abc"))
+        await asyncio.to_thread(server.wait_for_calls, 1)
+        task.cancel()
+        await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
 
 
 def test_threads_share_a_client(server):
