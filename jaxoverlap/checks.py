@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxoverlap.errors import InvalidRequestError
 
-_SMALLEST, _TOO_LARGE = 2.0**-126, 2.0**128 - 2.0**103
+SMALLEST_FLOAT32, _TOO_LARGE = 2.0**-126, 2.0**128 - 2.0**103
 """float32's smallest normal number, and from where on a number rounds to its infinity."""
 
 
@@ -28,7 +28,7 @@ def check_real(name: str, value: Any, low: float, high: float, allowed: str, *, 
 def check_float32(name: str, value: Any, low: float, high: float, allowed: str, *, low_open: bool = False) -> None:
     """As `check_real`, for the device, which would take a number beyond float32's normal ones for 0 or infinity."""
     check_real(name, value, low, high, allowed, low_open=low_open)
-    if value != 0 and not _SMALLEST <= abs(float(value)) < _TOO_LARGE:
+    if value != 0 and not SMALLEST_FLOAT32 <= abs(float(value)) < _TOO_LARGE:
         raise InvalidRequestError(name, value, "use a number that a 32-bit float can hold, from 1.2e-38 to 3.4e38")
 
 
@@ -46,6 +46,18 @@ def check_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Token ids as a tuple, each once, in their order. The vocabulary's end is checked where it is known."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray | set | frozenset):
         raise InvalidRequestError(name, ids, "use a list of token ids")
+    if has_only(ids, int) and are_ids(ids):
+        return tuple(dict.fromkeys(ids))
     for index, token_id in enumerate(ids):
         check_int(f"{name}[{index}]", token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
     return tuple(dict.fromkeys(int(i) for i in ids))
+
+
+def has_only(values: Collection[Any], *types: type) -> bool:
+    """All values are of these types and of no others derived from them, such as bool. Takes little for each."""
+    return set(map(type, values)) <= set(types)
+
+
+def are_ids(values: Collection[int]) -> bool:
+    """All are in the range of token ids. Takes little for each."""
+    return not values or (min(values) >= 0 and max(values) < 2**31)

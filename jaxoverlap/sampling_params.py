@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from jaxoverlap.checks import check_bool, check_float32, check_ids, check_int
+import numpy as np
+
+from jaxoverlap.checks import SMALLEST_FLOAT32, are_ids, check_bool, check_float32, check_ids, check_int, has_only
 from jaxoverlap.errors import InvalidRequestError, UnsupportedError
 
 GREEDY_BELOW = 1e-5
@@ -221,6 +223,15 @@ class SamplingParams:
         return self.best_of or self.n
 
     @classmethod
+    def of_checked(cls, values: Mapping[str, Any]) -> SamplingParams:
+        """From fields of parameters that have been checked; they are taken as they are. Those that
+        are left out have their defaults."""
+        made = object.__new__(cls)
+        for field in fields(cls):
+            object.__setattr__(made, field.name, values.get(field.name, field.default))
+        return made
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, Any], **defaults: Any) -> SamplingParams:
         """From decoded JSON.
 
@@ -252,6 +263,8 @@ class SamplingParams:
 def _check_bias(bias: Any) -> dict[int, float]:
     if not isinstance(bias, Mapping):
         raise InvalidRequestError("logit_bias", bias, "use a mapping of token ids to numbers")
+    if _is_plain_bias(bias):
+        return dict(zip(bias, map(float, bias.values()), strict=True))
     checked = {}
     for key, value in bias.items():
         # JSON's keys are texts.
@@ -260,3 +273,15 @@ def _check_bias(bias: Any) -> dict[int, float]:
         check_float32(f"logit_bias[{key!r}]", value, -100.0, 100.0, "a number from -100 to 100")
         checked[int(token_id)] = float(value)
     return checked
+
+
+def _is_plain_bias(bias: Mapping[Any, Any]) -> bool:
+    """All keys and values are plain numbers in range; found without a step of Python for each. What is not has to be
+    looked at one by one."""
+    if not (has_only(bias, int) and has_only(bias.values(), int, float) and are_ids(bias)):
+        return False
+    try:
+        numbers = np.abs(np.fromiter(bias.values(), dtype=np.float64, count=len(bias)))
+    except OverflowError:  # an integer beyond the largest float
+        return False
+    return bool(np.all((numbers == 0) | ((numbers >= SMALLEST_FLOAT32) & (numbers <= 100.0))))

@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxoverlap"
 
 FLOOR = {
-    "errors": -3, "v1": -3, "checks": -2, "prompts": -2, "sampling_params": -1, "outputs": -1,
+    "errors": -3, "v1": -3, "checks": -2,
+    "id_arrays": -2, "prompts": -2, "sampling_params": -1, "outputs": -1,
     "constraint": 0, "request": 0,
     "config": 1, "observe": 0,
     "cache": 1, "scheduler": 1, "model": 1, "wire": 1,

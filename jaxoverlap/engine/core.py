@@ -41,7 +41,6 @@ from jaxoverlap.errors import (
     ServerUnavailableError,
 )
 from jaxoverlap.request import Request, RequestOptions
-from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.plan import StepOutput
 
 logger = logging.getLogger(__name__)
@@ -302,7 +301,7 @@ class EngineCore:
                 link,
                 key,
                 np.frombuffer(prompt, dtype=np.int32),
-                SamplingParams.from_dict(sampling),
+                messages.sampling_from_wire(sampling),
                 RequestOptions(**options),
                 called,
                 time.monotonic(),

@@ -2,7 +2,7 @@
 
     front end → engine
       add       key, prompt (int32 bytes), sampling, options, when it was called
-                                                                 its samples have the keys from this one on
+                                                                 checked; its samples have the keys from this one on
       abort     keys                                             nothing more comes for them
       stop      key                                              the same, after a stop string in its text
       ask       question, name, arguments                        answered once
@@ -28,10 +28,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgpack
+import numpy as np
 
 from jaxoverlap import errors
 from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError, shortened
-from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.id_arrays import TokenBiases, TokenIds
+from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 
 _MOST_BYTES = 2**31 - 1
 _TEXT_ERRORS = "surrogatepass"
@@ -125,12 +127,43 @@ def new_unpacker() -> msgpack.Unpacker:
     return msgpack.Unpacker(raw=False, strict_map_key=False, max_buffer_size=_MOST_BYTES, unicode_errors=_TEXT_ERRORS)
 
 
+_IDS = ("allowed_token_ids", "banned_token_ids")
+
+
 def sampling_to_wire(sampling: SamplingParams) -> dict[str, Any]:
-    """What differs from the defaults; `SamplingParams.from_dict` takes it back."""
+    """What differs from the defaults."""
     values = _changed(sampling)
+    for name in _IDS:
+        if name in values:
+            values[name] = TokenIds.of(values[name]).array.tobytes()
+    if sampling.logit_bias is not None:
+        biases = TokenBiases.of(sampling.logit_bias)
+        values["logit_bias"] = [biases.ids.tobytes(), biases.numbers.tobytes()]
     if sampling.structured_output is not None:
         values["structured_output"] = _changed(sampling.structured_output)
     return values
+
+
+def sampling_from_wire(values: Mapping[str, Any]) -> SamplingParams:
+    """What `sampling_to_wire` was given. It was checked there: nothing here takes longer for more ids."""
+    given = dict(values)
+    for name in _IDS:
+        if name in given:
+            given[name] = TokenIds(np.frombuffer(given[name], dtype=np.int32))
+    if "logit_bias" in given:
+        ids, numbers = given["logit_bias"]
+        given["logit_bias"] = TokenBiases(np.frombuffer(ids, dtype=np.int32), np.frombuffer(numbers, dtype=np.float64))
+    for name in ("stop", "stop_token_ids"):
+        if name in given:
+            given[name] = tuple(given[name])
+    if "structured_output" in given:
+        given["structured_output"] = StructuredOutput(**given["structured_output"])
+    return SamplingParams.of_checked(given)
+
+
+def compact(sampling: SamplingParams) -> SamplingParams:
+    """The same, with arrays in place of long lists, so that `sampling_to_wire` takes no time."""
+    return sampling_from_wire(sampling_to_wire(sampling))
 
 
 def _changed(values: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxoverlap.id_arrays import TokenBiases, TokenIds
 from jaxoverlap.model.logit_rules import IN_PROMPT, MOST_OUTPUTS, RowRules
 from jaxoverlap.runtime.executables import Executables, Rare
 from jaxoverlap.sampling_params import SamplingParams
@@ -60,8 +61,9 @@ def bias_of(sampling: SamplingParams, vocab_size: int) -> np.ndarray:
         bias = np.zeros(vocab_size, dtype=np.float32)
     else:
         bias = np.full(vocab_size, -np.inf, dtype=np.float32)
-        bias[list(sampling.allowed_token_ids)] = 0.0
-    for token_id, value in (sampling.logit_bias or {}).items():
-        bias[token_id] += np.float32(value)
-    bias[list(sampling.banned_token_ids)] = -np.inf
+        bias[TokenIds.of(sampling.allowed_token_ids).array] = 0.0
+    if sampling.logit_bias is not None:
+        biases = TokenBiases.of(sampling.logit_bias)
+        bias[biases.ids] += biases.numbers.astype(np.float32)
+    bias[TokenIds.of(sampling.banned_token_ids).array] = -np.inf
     return bias

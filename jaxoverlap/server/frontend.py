@@ -172,6 +172,7 @@ class FrontEnd:
             name=self._config.served_name or facts.name,
             tokenizer=tokenizer,
             limits=RequestLimits(facts.vocab_size, facts.max_model_len, facts.page_size, facts.num_pages),
+            eos_token_ids=tuple(facts.eos_token_ids),
         )
         gc.collect()
         gc.freeze()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import grpc
 import numpy as np
 
+from jaxoverlap.engine.messages import compact
 from jaxoverlap.errors import DeadlineError, InvalidRequestError
 from jaxoverlap.observe.logs import about
 from jaxoverlap.outputs import CompletionOutput, RequestOutput
@@ -48,11 +49,21 @@ class ServedModel:
     name: str
     tokenizer: Tokenizer
     limits: RequestLimits
+    eos_token_ids: tuple[int, ...]
 
     def check_name(self, wanted: str) -> None:
         """Raises `InvalidRequestError` for another model's; an empty name is whatever is served."""
         if wanted and wanted != self.name:
             raise InvalidRequestError("model", wanted, f"{self.name!r} is served here")
+
+    def check_rules(self, sampling: SamplingParams) -> None:
+        """Raises `InvalidRequestError` for what the engine would refuse, too, in its thread: for ids outside the
+        vocabulary, rules that leave nothing to choose, too many stop ids."""
+        stop_ids = tuple(
+            dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)))
+        )
+        self.limits.check_rules(sampling, stop_ids)
+        self.limits.check_stop_ids(stop_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +213,8 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
 def _read(
     given: pb.Generation, model: ServedModel, limits: CallLimits, stream: bool
 ) -> tuple[np.ndarray, SamplingParams]:
-    """A message's prompt and parameters, with the server's own limits applied."""
+    """A message's prompt and parameters, with the server's own limits applied; checked as far as the engine's limits
+    go, so that a long list takes none of the engine's time."""
     sampling = requests.sampling_params(given)
     if stream and given.HasField("best_of"):
         raise InvalidRequestError("best_of", given.best_of, "a stream can't take tokens back; use Generate")
@@ -218,7 +230,8 @@ def _read(
         raise InvalidRequestError("max_tokens", sampling.max_tokens, f"this server gives at most {most}")
     if most is not None and sampling.max_tokens is None:
         sampling = replace(sampling, max_tokens=min(most, room))
-    return ids, sampling
+    model.check_rules(sampling)
+    return ids, compact(sampling)
 
 
 def _sends_text(given: pb.Generation) -> bool:

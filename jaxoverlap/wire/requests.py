@@ -227,7 +227,9 @@ def sampling_params(message: Generation) -> SamplingParams:
     if sampling.HasField("seed"):
         given["seed"] = sampling.seed
     if sampling.logit_bias:
-        given["logit_bias"] = {token_id: _shortest(bias) for token_id, bias in sampling.logit_bias.items()}
+        biases = dict(sampling.logit_bias)
+        shortest = {bias: _shortest(bias) for bias in set(biases.values())}
+        given["logit_bias"] = {token_id: shortest[bias] for token_id, bias in biases.items()}
     if sampling.allowed_token_ids:
         given["allowed_token_ids"] = tuple(sampling.allowed_token_ids)
     if stop.HasField("max_tokens"):

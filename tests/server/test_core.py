@@ -18,6 +18,8 @@ from jaxoverlap.engine.core_process import EngineSpec, run_engine
 from jaxoverlap.engine.link import Link
 from jaxoverlap.errors import DeadlineError, EngineError, InvalidRequestError, QueueFullError
 from jaxoverlap.outputs import TokenScore
+from jaxoverlap.request import RequestLimits
+from jaxoverlap.runtime.rules_seats import bias_of
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from tests.fakes import oracle, salt_of
 from tests.server import toy
@@ -297,7 +299,25 @@ def test_parameters_cross_the_socket_whole(sampling):
     unpacker = messages.new_unpacker()
     unpacker.feed(messages.pack(messages.sampling_to_wire(sampling)))
     ((values,),) = unpacker
-    assert SamplingParams.from_dict(values) == sampling
+    assert messages.sampling_from_wire(values) == sampling == messages.compact(sampling)
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "banned_token_ids", "allowed_token_ids"])
+def test_lists_as_long_as_a_vocabulary_take_little_of_the_engine_s_time(field):
+    ids = range(150_000)
+    sampling = SamplingParams(**{field: dict.fromkeys(ids, 1.0) if field == "logit_bias" else ids})
+    packed = messages.pack(messages.sampling_to_wire(sampling))
+    limits, taken = RequestLimits(vocab_size=200_000, max_model_len=4096, page_size=16, num_pages=1000), []
+    for _ in range(3):
+        begun = time.thread_time()
+        unpacker = messages.new_unpacker()
+        unpacker.feed(packed)
+        ((values,),) = unpacker
+        arrived = messages.sampling_from_wire(values)
+        limits.check_rules(arrived, ())
+        bias_of(arrived, limits.vocab_size)
+        taken.append(time.thread_time() - begun)
+    assert min(taken) < 0.1, "it was half a second with a check of each entry; it is some 10 ms"
 
 
 def test_scores_arrive_with_their_tokens(engine):

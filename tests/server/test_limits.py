@@ -132,3 +132,21 @@ def test_a_reader_that_takes_nothing_for_long_is_let_go(stalled_call):
         error = failure_of(list, call)
         assert error.code() == EXHAUSTED and "took nothing" in error.details()
         rig.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "stop", "field"),
+    [
+        ({"logit_bias": dict.fromkeys(range(90, 1000), 1.0)}, {}, "sampling.logit_bias"),
+        ({"banned_token_ids": range(90, 1000)}, {}, "sampling.banned_token_ids"),
+        ({"allowed_token_ids": range(90, 1000)}, {}, "sampling.allowed_token_ids"),
+        ({"banned_token_ids": range(97)}, {}, "sampling.allowed_token_ids"),
+        ({}, {"token_ids": range(20)}, "stop.token_ids"),
+        ({}, {"token_ids": [97]}, "stop.token_ids"),
+    ],
+)
+def test_lists_are_refused_before_they_take_the_engines_time(rig, monkeypatch, sampling, stop, field):
+    submitted: list[Any] = []
+    monkeypatch.setattr(rig.client, "submit", lambda call, options: submitted.append(call))
+    error = failure_of(rig.caller.answer, generation("abc", sampling=sampling, stop=stop))
+    assert field_of(error).startswith(f"generation.{field}") and not submitted
