@@ -23,7 +23,7 @@ what is said of a key before its end arrives before its end.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ import numpy as np
 from jaxoverlap import errors
 from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError, shortened
 from jaxoverlap.id_arrays import TokenBiases, TokenIds
+from jaxoverlap.outputs import TokenScore
 from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 
 _MOST_BYTES = 2**31 - 1
@@ -168,6 +169,11 @@ def compact(sampling: SamplingParams) -> SamplingParams:
 
 def _changed(values: Any) -> dict[str, Any]:
     return {f.name: getattr(values, f.name) for f in dataclasses.fields(values) if getattr(values, f.name) != f.default}
+
+
+def score_from_wire(fields: Sequence[Any]) -> TokenScore:
+    token_id, logprob, rank, top = fields
+    return TokenScore(token_id, logprob, rank, tuple(map(tuple, top)))
 
 
 _KNOWN = {

@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from jaxoverlap.engine.messages import score_from_wire
 from jaxoverlap.errors import JaxOverlapError
 from jaxoverlap.outputs import CompletionOutput, FinishReason, PositionLogprobs, TokenScore
 from jaxoverlap.sampling_params import SamplingParams
+from jaxoverlap.server.statuses import SlowReaderError
 from jaxoverlap.text.logprobs import prompt_logprobs
 from jaxoverlap.text.output_assembler import OutputAssembler, Piece
 from jaxoverlap.text.tokenizer import Tokenizer
@@ -29,11 +31,15 @@ _ID_BYTES, _LOGPROB_BYTES = 4, 24
 
 @dataclass(frozen=True, kw_only=True)
 class CallStart:
-    """What is known of a call when its first token is there."""
+    """What is known of a call when its first token is there.
+
+    Attributes:
+      prompt_scores: as they came over the socket.
+    """
 
     cached_tokens: int
     seed: int
-    prompt_logprobs: list[PositionLogprobs] | None
+    prompt_scores: Sequence[Any]
 
 
 class Pending:
@@ -178,6 +184,8 @@ class Call:
         self._news = asyncio.Event()
         self.writing_since: float | None = None
         self._writer: asyncio.Task[Any] | None = None
+        self._late_write: float | None = None
+        """The write behind which too much was pending at the last look, by when it began."""
 
     @property
     def is_finished(self) -> bool:
@@ -187,12 +195,35 @@ class Call:
     def pending_bytes(self) -> int:
         return sum(sample.pending.num_bytes for sample in self.samples)
 
-    def start(self, cached_tokens: int, seed: int, scores: Sequence[TokenScore]) -> None:
+    def start(self, cached_tokens: int, seed: int, prompt_scores: Sequence[Any]) -> None:
+        self.started = CallStart(cached_tokens=cached_tokens, seed=seed, prompt_scores=prompt_scores)
+
+    def prompt_logprobs(self) -> list[PositionLogprobs] | None:
+        """Of a call that has started. Takes time for a long prompt: not for an event loop."""
         num_top = self.sampling.prompt_logprobs
-        positions = None
-        if num_top is not None:
-            positions = prompt_logprobs(self._tokenizer, self.prompt_ids.tolist(), scores, num_top)
-        self.started = CallStart(cached_tokens=cached_tokens, seed=seed, prompt_logprobs=positions)
+        if num_top is None:
+            return None
+        assert self.started is not None
+        scores = [score_from_wire(score) for score in self.started.prompt_scores]
+        return prompt_logprobs(self._tokenizer, self.prompt_ids.tolist(), scores, num_top)
+
+    def judge_reader(self, seconds: float) -> None:
+        """Ends the call if its reader is to blame: for a message that has been on its way for longer than `seconds`,
+        or for more than `max_pending` bytes behind one.
+
+        To be called from time to time. What waits because this process is late is not held against the reader: only a
+        message that is still on its way a look later.
+        """
+        late, self._late_write = self._late_write, None
+        if self.writing_since is None:
+            return
+        waited = time.monotonic() - self.writing_since
+        if waited > seconds:
+            self.fail(SlowReaderError(f"the stream's reader took nothing for {waited:.0f} s"))
+        elif self.max_pending is not None and self.pending_bytes > self.max_pending:
+            if late == self.writing_since:
+                self.fail(SlowReaderError(f"the stream's reader is {self.pending_bytes} bytes behind"))
+            self._late_write = self.writing_since
 
     def wake(self) -> None:
         """Something has changed."""

@@ -20,7 +20,6 @@ from jaxoverlap.observe.logs import about
 from jaxoverlap.outputs import FinishReason, TokenScore
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.server.calls import Call, Sample
-from jaxoverlap.server.statuses import SlowReaderError
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +86,7 @@ class EngineClient:
     def submit(self, call: Call, options: RequestOptions) -> None:
         """Hands a call to the engine; it is fed from now on, until it is finished or `abandon`ed."""
         self.check_open()
-        if not self._samples and not self.status.has_work:
-            self._heard = time.monotonic()  # nothing was expected until now
+        self._expect()
         call.queued_time = time.monotonic()
         self._samples |= {sample.key: (call, sample) for sample in call.samples}
         prompt, sampling = call.prompt_ids.tobytes(), messages.sampling_to_wire(call.sampling)
@@ -112,6 +110,7 @@ class EngineClient:
             raise self.failure
         if self.facts is None:
             raise ServerUnavailableError(_WARMING_UP)
+        self._expect()
         question = next(self._question_ids)
         answer = self._questions[question] = asyncio.get_running_loop().create_future()
         self._send("ask", question, name, list(arguments))
@@ -130,10 +129,19 @@ class EngineClient:
         async with self._status_changed:
             await self._status_changed.wait()
 
+    @property
+    def _is_expected(self) -> bool:
+        """Something must be heard of the engine, or it hangs."""
+        return bool(self._samples or self.status.has_work or self._questions)
+
+    def _expect(self) -> None:
+        """Something is about to be sent to which the engine will say something."""
+        if not self._is_expected:
+            self._heard = time.monotonic()  # it had no reason to say anything until now
+
     def seconds_silent(self) -> float:
         """How long nothing has been heard of the engine though it has work; 0 if it has none."""
-        has_work = bool(self._samples) or self.status.has_work or bool(self._questions)
-        return time.monotonic() - self._heard if has_work and self.facts is not None else 0.0
+        return time.monotonic() - self._heard if self._is_expected and self.facts is not None else 0.0
 
     def fail_all(self, error: JaxOverlapError) -> None:
         for call in self.calls():
@@ -202,7 +210,7 @@ class EngineClient:
             ids.setdefault(key, []).append(token_id)
         scores: dict[int, list[TokenScore]] = {}
         for key, score in news.scores:
-            scores.setdefault(key, []).append(_score(score))
+            scores.setdefault(key, []).append(messages.score_from_wire(score))
         ended = {key: end for key, *end in news.finished}
         for key in ids.keys() | ended.keys():
             if key not in self._samples:
@@ -220,9 +228,6 @@ class EngineClient:
             woken.add(call)
         for call in woken:
             call.wake()
-            if call.max_pending is not None and call.pending_bytes > call.max_pending:
-                call.fail(SlowReaderError(f"the stream's reader is {call.pending_bytes} bytes behind"))
-                self.abandon(call)
 
     def _start(
         self,
@@ -236,7 +241,7 @@ class EngineClient:
     ) -> None:
         sample.start(admit_time, first_token_time)
         if sample.index == 0:  # which computes the prompt, for the others too
-            call.start(cached_tokens, seed, [_score(score) for score in prompt_scores])
+            call.start(cached_tokens, seed, prompt_scores)
 
     def _feed(
         self, call: Call, sample: Sample, ids: Sequence[int], scores: Sequence[TokenScore], end: list[Any] | None
@@ -276,8 +281,3 @@ class EngineClient:
     def _send(self, *message: Any) -> None:
         if self.failure is None:
             self._writer.write(messages.pack(*message))
-
-
-def _score(fields: Sequence[Any]) -> TokenScore:
-    token_id, logprob, rank, top = fields
-    return TokenScore(token_id, logprob, rank, tuple(map(tuple, top)))

@@ -32,7 +32,6 @@ from jaxoverlap.server.control import Control
 from jaxoverlap.server.engine_client import EngineClient
 from jaxoverlap.server.generate_service import CallLimits, GenerateService, ServedModel
 from jaxoverlap.server.guard import Guard
-from jaxoverlap.server.statuses import SlowReaderError
 from jaxoverlap.server.tls import server_credentials
 from jaxoverlap.server.tokens import Gatekeeper
 from jaxoverlap.text.tokenizer import Tokenizer
@@ -154,11 +153,8 @@ class FrontEnd:
                 self._supervisor.send("ready")
                 self._announced = True
             self._gatekeeper.refresh()
-            now = asyncio.get_running_loop().time()
             for call in list(self._generate.streams):
-                since = call.writing_since
-                if since is not None and now - since > self._config.reader_timeout:
-                    call.fail(SlowReaderError(f"the stream's reader took nothing for {now - since:.0f} s"))
+                call.judge_reader(self._config.reader_timeout)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._engine.next_change(), _TICK_SECONDS)
 

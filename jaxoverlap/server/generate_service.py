@@ -118,6 +118,13 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
                 events = StreamEvents(call, request.generation)
                 while not events.have_ended:
                     await call.changed()
+                    if call.started is None:
+                        continue
+                    if not events.have_begun:
+                        is_long = call.sampling.prompt_logprobs is not None
+                        event = await self._in_thread(events.begin) if is_long else events.begin()
+                        with call.writing():
+                            await context.write(event)
                     for event in events.take():
                         with call.writing():
                             await context.write(event)
@@ -265,7 +272,7 @@ def _response(call: Call, given: pb.Generation) -> pb.GenerateResponse:
         outputs=completions,
         seed=call.started.seed,
         cached_tokens=call.started.cached_tokens,
-        prompt_logprobs=call.started.prompt_logprobs,
+        prompt_logprobs=call.prompt_logprobs(),
         request_id=call.request_id,
     )
     response = answers.response(output)
@@ -281,29 +288,30 @@ class StreamEvents:
     """What of a call its reader has not been told yet.
 
     Attributes:
-      have_ended: all is told.
+      have_begun, have_ended: the first event was taken; all is told.
     """
 
     def __init__(self, call: Call, given: pb.Generation) -> None:
-        self.have_ended = False
+        self.have_begun = self.have_ended = False
         self._call = call
         self._sends_text, self._sends_ids = _sends_text(given), _sends_ids(given)
-        self._has_started = False
         self._unfinished = list(call.samples)
 
-    def take(self) -> Iterator[pb.GenerateStreamResponse]:
+    def begin(self) -> pb.GenerateStreamResponse:
+        """The first event, of a call that has started. With log-probabilities of the prompt: not for an event loop."""
         call = self._call
-        if call.started is None:
-            return
-        if not self._has_started:
-            self._has_started = True
-            yield answers.started(
-                request_id=call.request_id,
-                prompt_tokens=len(call.prompt_ids),
-                cached_tokens=call.started.cached_tokens,
-                seed=call.started.seed,
-                prompt_logprobs=call.started.prompt_logprobs,
-            )
+        assert call.started is not None
+        self.have_begun = True
+        return answers.started(
+            request_id=call.request_id,
+            prompt_tokens=len(call.prompt_ids),
+            cached_tokens=call.started.cached_tokens,
+            seed=call.started.seed,
+            prompt_logprobs=call.prompt_logprobs(),
+        )
+
+    def take(self) -> Iterator[pb.GenerateStreamResponse]:
+        """What is new since, of a call that has begun."""
         for sample in list(self._unfinished):
             piece = sample.pending.take()
             text, ids = piece.text if self._sends_text else "", piece.token_ids if self._sends_ids else ()

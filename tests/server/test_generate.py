@@ -219,3 +219,14 @@ def test_a_prompt_that_takes_long_to_read_holds_nobody_up(rig, monkeypatch):
 def test_a_megabyte_of_text_is_refused_by_its_length(rig):
     with pytest.raises(grpc.RpcError, match="1000000 tokens"):
         rig.caller.answer(generation("x" * 1_000_000))
+
+
+def test_log_probabilities_of_a_prompt_are_put_together_beside_the_event_loop(rig, monkeypatch):
+    threads: list[str] = []
+    monkeypatch.setattr(
+        "jaxoverlap.server.calls.prompt_logprobs", lambda *_: threads.append(threading.current_thread().name) or []
+    )
+    given = generation(returns={"prompt_logprobs": True})
+    rig.caller.answer(given)
+    list(rig.caller.stream(given))
+    assert len(threads) == 2 and all(name.startswith("tokenizer") for name in threads)
