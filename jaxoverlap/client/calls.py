@@ -45,6 +45,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 _LONGEST_SECONDS = 27_000 * 3600.0
 """Of a deadline. gRPC itself sends no longer one, and takes those after the year 2262 for passed."""
 _STATUS_KEY = "grpc-status-details-bin"
+_OWN_CANCELLATIONS = ("Channel closed", "Locally cancelled")
+"""What gRPC says of calls that this side has cancelled."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +116,8 @@ def error_of(failure: Any, *, received: bool = False, max_message_bytes: int = 0
     if not (isinstance(details, bytes) and status.ParseFromString(details) and status.code == code.value[0]):
         status = status_pb2.Status(code=code.value[0] if code else code_pb2.UNKNOWN, message=text)
     error = statuses.error(status)
+    if status.code == code_pb2.CANCELLED and not text.startswith(_OWN_CANCELLATIONS):
+        return ServerUnavailableError(f"the service has stopped: {text}")  # so ends a call that comes at that moment
     if not isinstance(error, QueueFullError) or error.retry_after is not None:
         return error
     if "larger than max" in text:  # gRPC has the same code for it

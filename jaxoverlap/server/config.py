@@ -110,6 +110,10 @@ class ServerConfig:
         return None if self.admin_listen is None else Address.parse("admin_listen", self.admin_listen)
 
     @property
+    def max_message_bytes(self) -> int:
+        return int(self.max_message_mib * 2**20)
+
+    @property
     def has_tls(self) -> bool:
         return self.tls_cert is not None
 

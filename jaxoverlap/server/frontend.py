@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _LAST_WORDS_SECONDS = 1.0
 _STREAM_BUFFER = 1 << 20
+_DRAINING_CONNECTION_MS = 1000
 _THREADS = min(4, os.cpu_count() or 1)
 
 
@@ -67,7 +69,11 @@ class FrontEnd:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tokenizer")
         self._gatekeeper = Gatekeeper(config)
         self._credentials = server_credentials(config)
-        self._servers: list[grpc.aio.Server] = []
+        self._places = Admission(config.max_streams, config.max_streams_per_connection)
+        self._servers: dict[grpc.aio.Server, Address] = {}
+        self._guards: list[Guard] = []
+        self._leaving: list[asyncio.Task[None]] | None = None
+        """Ends of the servers that ran when the engine began to drain; they take nothing new."""
         self._tracing: Tracing | None = None
         if config.otlp_traces_endpoint is not None:
             from jaxoverlap.server.tracing import Tracing  # an extra
@@ -85,7 +91,6 @@ class FrontEnd:
         self._health = health.Health(self._engine, self._config.stall_timeout)
         self._generate = GenerateService(
             self._engine,
-            Admission(self._config.max_streams, self._config.max_streams_per_connection),
             CallLimits(
                 max_prompt_tokens=self._config.max_prompt_tokens,
                 max_output_tokens=self._config.max_output_tokens,
@@ -145,6 +150,8 @@ class FrontEnd:
 
     async def _keep_house(self) -> None:
         while True:
+            if self._engine.status.draining and self._leaving is None:
+                await self._turn_away()
             await self._health.update()
             if self._health.is_beyond_hope:
                 self._supervisor.send("failed", "the engine hangs")
@@ -175,14 +182,33 @@ class FrontEnd:
 
     # ---------------------------------------------------------------- servers
 
-    async def _listen(self) -> None:
-        together = self._admin_address is None
-        await self._serve(self._address, generates=True, administers=together)
-        if self._admin_address is not None and self._index == 0:
-            await self._serve(self._admin_address, generates=False, administers=True)
+    async def _listen(self, *, anew: bool = False) -> None:
+        """`anew` leaves out unix sockets: they have one listener each, and no balancer."""
+        admin = self._admin_address
+        if not (anew and self._address.path):
+            await self._serve(self._address, generates=True, administers=admin is None)
+        if admin is not None and self._index == 0 and not (anew and admin.path):
+            await self._serve(admin, generates=False, administers=True)
+
+    async def _turn_away(self) -> None:
+        """Has callers close their connections: the next one, by way of a balancer, may get them to another server.
+
+        Calls that run finish on the old ones. Who connects here again, a probe perhaps, finds new servers, with
+        connections that do not last.
+        """
+        old = [server for server, address in self._servers.items() if not address.path]
+        try:
+            await self._listen(anew=True)
+        except ConfigError as error:
+            logger.warning("callers keep their connections: %s", error)
+            old = []
+        self._leaving = [asyncio.create_task(server.stop(math.inf)) for server in old]
 
     async def _serve(self, address: Address, *, generates: bool, administers: bool) -> None:
-        server = grpc.aio.server(interceptors=[Guard(self._gatekeeper)], options=_options(self._config))
+        options = _options(self._config, lasting=not self._engine.status.draining)
+        guard = Guard(self._gatekeeper, self._places, self._config.max_message_bytes)
+        server = grpc.aio.server(interceptors=[guard], options=options)
+        self._guards.append(guard)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         names = [reflection.SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name]
         if generates:
@@ -193,7 +219,7 @@ class FrontEnd:
             admin_service_pb2_grpc.add_AdminServiceServicer_to_server(service, server)
             names.append(health.ADMIN)
         reflection.enable_server_reflection(names, server)
-        self._servers.append(server)
+        self._servers[server] = address
         umask = os.umask(0o177) if address.path else None  # a unix socket is its owner's alone
         try:
             for target in address.targets():
@@ -219,13 +245,17 @@ class FrontEnd:
         await self._health.servicer.enter_graceful_shutdown()
         self._engine.fail_all(ServerUnavailableError("the server is shutting down"))
         stops = [asyncio.create_task(server.stop(seconds)) for server in self._servers]
+        await asyncio.sleep(0)  # watches of health say their last word
+        for guard in self._guards:
+            guard.end_idle()
         if stops:  # bounded once more, should a call not let go
             await asyncio.wait(stops, timeout=seconds + _LAST_WORDS_SECONDS)
 
 
-def _options(config: ServerConfig) -> list[tuple[str, int]]:
-    message_bytes = int(config.max_message_mib * 2**20)
+def _options(config: ServerConfig, *, lasting: bool) -> list[tuple[str, int]]:
+    message_bytes = config.max_message_bytes
     return [
+        *([] if lasting else [("grpc.max_connection_age_ms", _DRAINING_CONNECTION_MS)]),
         ("grpc.so_reuseport", 1),
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_send_message_length", message_bytes),

@@ -1,7 +1,7 @@
 """`GenerateService`: checks, tokens in, pieces out. What takes time runs in threads, beside the event loop.
 
-The way of a call: a place (`Admission`) · the message's fields and the prompt's ids · the engine · pieces for its
-reader. Whatever ends it, leaving `_running` takes its request out of the engine.
+The way of a call: the message's fields and the prompt's ids · the engine · pieces for its reader.
+Whatever ends it, leaving `_running` takes its request out of the engine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from jaxoverlap.observe.logs import about
 from jaxoverlap.outputs import CompletionOutput, RequestOutput
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.sampling_params import SamplingParams
-from jaxoverlap.server.admission import Admission
 from jaxoverlap.server.calls import Call
 from jaxoverlap.server.engine_client import EngineClient
 from jaxoverlap.server.prompt_ids import encode_prompt
@@ -94,7 +93,6 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
     def __init__(
         self,
         engine: EngineClient,
-        admission: Admission,
         limits: CallLimits,
         threads: Executor,
         name_prefix: str,
@@ -102,7 +100,7 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
     ) -> None:
         self.model: ServedModel | None = None
         self.streams: set[Call] = set()
-        self._engine, self._admission, self._limits = engine, admission, limits
+        self._engine, self._limits = engine, limits
         self._threads, self._name_prefix, self._tracing = threads, name_prefix, tracing
 
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
@@ -133,18 +131,16 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         model = self._ready_model()
-        with self._admission.place(context.peer()):
-            model.check_name(request.model)
-            ids = await self._in_thread(encode_prompt, request, model.tokenizer)
-            return pb.TokenizeResponse(token_ids=ids, max_model_len=model.limits.max_model_len)
+        model.check_name(request.model)
+        ids = await self._in_thread(encode_prompt, request, model.tokenizer)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=model.limits.max_model_len)
 
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
         model = self._ready_model()
-        with self._admission.place(context.peer()):
-            model.check_name(request.model)
-            return pb.DetokenizeResponse(text=await self._in_thread(_decode, request, model))
+        model.check_name(request.model)
+        return pb.DetokenizeResponse(text=await self._in_thread(_decode, request, model))
 
     # ---------------------------------------------------------------- inside
 
@@ -155,42 +151,41 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
         """A request in the engine, as long as its call lasts."""
         arrival = time.monotonic()
         model = self._ready_model()
-        with self._admission.place(context.peer()):
-            model.check_name(given.model)
-            ids, sampling = await self._in_thread(_read, given, model, self._limits, stream)
-            keys = self._engine.new_keys(sampling.num_samples)
-            call = Call(
-                f"{self._name_prefix}{keys[0]}",
-                keys,
-                ids,
-                sampling,
-                model.tokenizer,
-                arrival=arrival,
-                max_pending=self._limits.max_pending if stream else None,
-            )
-            time_left = context.time_remaining()
-            if time_left is not None and time_left <= 0:
-                raise DeadlineError("the deadline passed before the request could be queued")
-            self._engine.submit(call, requests.request_options(given, timeout=time_left))
-            logger.debug(
-                "request %s (%r to its caller): %d prompt tokens",
-                call.request_id,
-                given.client_request_id,
-                len(ids),
-                extra=about(call.request_id, client_request_id=given.client_request_id, prompt_tokens=len(ids)),
-            )
-            try:
-                yield call
-            except asyncio.CancelledError:
-                if call.error is None:
-                    raise
-                raise call.error from None  # `Call.fail` cancelled it
-            finally:
-                self._engine.abandon(call)
-                self._log_end(call)
-                if self._tracing is not None:
-                    method = "GenerateStream" if stream else "Generate"
-                    self._tracing.record(call, method, model.name, context.invocation_metadata() or ())
+        model.check_name(given.model)
+        ids, sampling = await self._in_thread(_read, given, model, self._limits, stream)
+        keys = self._engine.new_keys(sampling.num_samples)
+        call = Call(
+            f"{self._name_prefix}{keys[0]}",
+            keys,
+            ids,
+            sampling,
+            model.tokenizer,
+            arrival=arrival,
+            max_pending=self._limits.max_pending if stream else None,
+        )
+        time_left = context.time_remaining()
+        if time_left is not None and time_left <= 0:
+            raise DeadlineError("the deadline passed before the request could be queued")
+        self._engine.submit(call, requests.request_options(given, timeout=time_left))
+        logger.debug(
+            "request %s (%r to its caller): %d prompt tokens",
+            call.request_id,
+            given.client_request_id,
+            len(ids),
+            extra=about(call.request_id, client_request_id=given.client_request_id, prompt_tokens=len(ids)),
+        )
+        try:
+            yield call
+        except asyncio.CancelledError:
+            if call.error is None:
+                raise
+            raise call.error from None  # `Call.fail` cancelled it
+        finally:
+            self._engine.abandon(call)
+            self._log_end(call)
+            if self._tracing is not None:
+                method = "GenerateStream" if stream else "Generate"
+                self._tracing.record(call, method, model.name, context.invocation_metadata() or ())
 
     def _log_end(self, call: Call) -> None:
         num_ids, seconds = sum(sample.num_ids for sample in call.samples), time.monotonic() - call.arrival

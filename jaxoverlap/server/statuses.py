@@ -26,6 +26,13 @@ class TooManyStreamsError(QueueFullError):
         super().__init__(message, RETRY_SECONDS)
 
 
+class MessageTooLargeError(QueueFullError):
+    """A message of an answer is beyond the limit; the words are those of gRPC."""
+
+    def __init__(self, size: int, most: int) -> None:
+        super().__init__(f"Sent message larger than max ({size} vs. {most})")
+
+
 class UnauthenticatedError(JaxOverlapError):
     """No token, or one that nobody has."""
 
