@@ -33,6 +33,7 @@ from jaxoverlap.server.control import Control
 from jaxoverlap.server.engine_client import EngineClient
 from jaxoverlap.server.generate_service import CallLimits, GenerateService, ServedModel
 from jaxoverlap.server.guard import Guard
+from jaxoverlap.server.text_bound import TextBound
 from jaxoverlap.server.tls import server_credentials
 from jaxoverlap.server.tokens import Gatekeeper
 from jaxoverlap.text.tokenizer import Tokenizer
@@ -176,6 +177,7 @@ class FrontEnd:
             tokenizer=tokenizer,
             limits=RequestLimits(facts.vocab_size, facts.max_model_len, facts.page_size, facts.num_pages),
             eos_token_ids=tuple(facts.eos_token_ids),
+            text_bound=await loop.run_in_executor(self._threads, TextBound.of, tokenizer),
         )
         gc.collect()
         gc.freeze()

@@ -28,6 +28,7 @@ from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.server.calls import Call
 from jaxoverlap.server.engine_client import EngineClient
 from jaxoverlap.server.prompt_ids import encode_prompt
+from jaxoverlap.server.text_bound import TextBound
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.v1 import generate_service_pb2_grpc
@@ -49,6 +50,11 @@ class ServedModel:
     tokenizer: Tokenizer
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
+    text_bound: TextBound | None
+
+    def encode_prompt(self, given: pb.Generation | pb.TokenizeRequest) -> list[int]:
+        """As `prompt_ids.encode_prompt`."""
+        return encode_prompt(given, self.tokenizer, self.text_bound, self.limits.max_model_len - 1)
 
     def check_name(self, wanted: str) -> None:
         """Raises `InvalidRequestError` for another model's; an empty name is whatever is served."""
@@ -132,7 +138,7 @@ class GenerateService(generate_service_pb2_grpc.GenerateServiceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
         model = self._ready_model()
         model.check_name(request.model)
-        ids = await self._in_thread(encode_prompt, request, model.tokenizer)
+        ids = await self._in_thread(model.encode_prompt, request)
         return pb.TokenizeResponse(token_ids=ids, max_model_len=model.limits.max_model_len)
 
     async def Detokenize(
@@ -222,7 +228,7 @@ def _read(
         raise InvalidRequestError("best_of", given.best_of, "a stream can't take tokens back; use Generate")
     if sampling.stop and not _sends_text(given):
         raise InvalidRequestError("stop", list(sampling.stop), "they are found in text, and returns.text is false")
-    ids = model.limits.check_prompt(encode_prompt(given, model.tokenizer))
+    ids = model.limits.check_prompt(model.encode_prompt(given))
     most = limits.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise InvalidRequestError("prompt", f"{len(ids)} tokens", f"this server takes at most {most}")
