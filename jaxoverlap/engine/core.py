@@ -265,7 +265,7 @@ class EngineCore:
         memory = scheduler.state.memory
         return EngineStatus(
             running=scheduler.num_running,
-            waiting=scheduler.num_waiting + len(self._door.waiting),
+            waiting=scheduler.num_waiting + self._door.num_sequences,
             kv_used=memory.share_used,
             tokens_per_second=self._load.tokens_per_second(),
             num_steps=self._load.num_steps,
@@ -383,7 +383,7 @@ class EngineCore:
             self._step()
 
     def read_metrics(self) -> dict[str, Any]:
-        return self._metrics.read(num_at_door=len(self._door.waiting))
+        return self._metrics.read(num_at_door=self._door.num_sequences)
 
     def _answer(self, link: Link, question: int, name: str, arguments: list[Any]) -> None:
         try:

@@ -59,6 +59,11 @@ class Door:
         self.bell.setblocking(False)
         self._rope.setblocking(False)
 
+    @property
+    def num_sequences(self) -> int:
+        """Of all who wait."""
+        return sum(entry.sampling.num_samples for entry, _ in self.waiting.values())
+
     def keep_waiting(self, entry: Entry) -> bool:
         """Starts what has to be compiled. False if there is nothing."""
         compiling = self._engine.compile_constraint(entry.sampling)
