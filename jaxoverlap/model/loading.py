@@ -21,12 +21,14 @@ import numpy as np
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model import layout
 from jaxoverlap.model.checkpoint import (
+    HEAD,
     INDEX_NAME,
     SINGLE_NAME,
     Checkpoint,
     GgufCheckpoint,
     HfCheckpoint,
     TokenizerSource,
+    is_buffer,
 )
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.default_model import NAME, default_model_path
@@ -162,22 +164,17 @@ def _check_names_and_shapes(placements: list[layout.Placement], checkpoint: Chec
     for placement in placements:
         shape = found.pop(placement.name, None)
         if shape is None:
-            hint = "; tie_word_embeddings is false" if placement.name == "lm_head.weight" else ""
+            hint = "; tie_word_embeddings is false" if placement.name == HEAD else ""
             label = checkpoint.label(placement.name)
             raise ModelError(f"tensor {label} is missing (expected shape {placement.shape}){hint}")
         if shape != placement.shape:
             label = checkpoint.label(placement.name)
             raise ModelError(f"tensor {label} has shape {shape}, expected {placement.shape}")
     for name in found:
-        if not _is_ignorable(name, tied):
+        if not is_buffer(name) and not (tied and name == HEAD):  # which is the embedding once more
             raise ModelError(
                 f"tensor {checkpoint.label(name)} of shape {found[name]} has no place in this model (none expected)"
             )
-
-
-def _is_ignorable(name: str, tied: bool) -> bool:
-    """Buffers that are computed from the configuration, and a second copy of a tied embedding."""
-    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _download(hub_id: str) -> Path:

@@ -12,6 +12,8 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
+import transformers
 from safetensors.numpy import load_file, save_file
 
 from jaxoverlap.errors import ModelError
@@ -116,11 +118,22 @@ def test_a_bias_the_config_does_not_know_is_refused(folder):
         load_model(folder)
 
 
-def test_rotary_buffers_are_ignored(folder):
+@pytest.mark.parametrize("buffer", ["inv_freq", "cos_cached", "sin_cached"])
+def test_rotary_buffers_are_ignored(folder, buffer):
     expected = load_model(folder).weights
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    name = f"model.layers.0.self_attn.rotary_emb.{buffer}"
     edit_tensors(folder, lambda tensors: tensors.update({name: np.zeros(4, np.float32)}))
     assert same_bits(load_model(folder).weights, expected)
+
+
+def test_so_are_rotary_buffers_that_the_index_does_not_list(sharded):
+    expected = load_model(sharded).weights
+    first = shards_of(sharded)[0]
+    save_file({**load_file(first), "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}, first)
+    assert same_bits(load_model(sharded).weights, expected)
+    save_file({**load_file(first), "model.layers.0.self_attn.rotary_emb.other": np.zeros(4, np.float32)}, first)
+    with pytest.raises(ModelError, match=r"rotary_emb\.other.* is not listed"):
+        load_model(sharded)
 
 
 # Tied or not
@@ -131,14 +144,40 @@ def test_tied_without_lm_head_uses_the_embedding(tmp_path):
     assert "lm_head" not in loaded.weights["params"]
 
 
-def test_tied_with_lm_head_still_uses_the_embedding(tmp_path):
+def test_tied_with_an_equal_lm_head_uses_the_embedding(tmp_path):
     made = save_folder(make_model("llama-tied"), tmp_path)
     expected = load_model(made)
-    wrong_head = np.full((VOCAB_SIZE, 48), 7, np.float32)
-    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": wrong_head}))
+    embedding = load_file(made / "model.safetensors")["model.embed_tokens.weight"]
+    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": embedding.copy()}))
     loaded = load_model(made)
+    assert loaded.config.tie_word_embeddings
     assert same_bits(loaded.weights, expected.weights)
-    assert np.ptp(dense_logits(loaded.config, loaded.weights, IDS)) > 1  # the constant head would make it 0
+
+
+def test_tied_with_an_lm_head_that_differs_uses_it_as_transformers_does(tmp_path, caplog):
+    made = save_folder(make_model("llama-tied"), tmp_path)
+    head = load_file(made / "model.safetensors")["model.embed_tokens.weight"].copy()
+    head[-1, -1] += 1
+    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": head}))
+    loaded = load_model(made)
+    assert not loaded.config.tie_word_embeddings and "not tied" in caplog.text
+    np.testing.assert_array_equal(loaded.weights["params"]["lm_head"]["kernel"], head)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made)(torch.tensor(IDS[None])).logits[0]
+    np.testing.assert_allclose(dense_logits(loaded.config, loaded.weights, IDS), theirs.detach(), atol=1e-4)
+
+
+def test_tied_with_an_lm_head_of_another_shape_is_refused(tmp_path):
+    made = save_folder(make_model("llama-tied"), tmp_path)
+    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": np.ones((VOCAB_SIZE + 1, 48), np.float32)}))
+    with pytest.raises(ModelError, match=rf"lm_head\.weight.*\({VOCAB_SIZE + 1}, 48\), expected \({VOCAB_SIZE}, 48\)"):
+        load_model(made)
+
+
+def test_tied_with_only_an_lm_head_uses_it_for_both(tmp_path):
+    made = save_folder(make_model("llama-tied"), tmp_path)
+    expected = load_model(made)
+    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert same_bits(load_model(made).weights, expected.weights)
 
 
 def test_untied_without_lm_head_is_refused(folder):
