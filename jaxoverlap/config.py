@@ -54,6 +54,7 @@ class EngineConfig:
         accuracy.
       max_model_len: longest prompt + outputs in tokens; None is the model's own. Where the model's rope
         scaling reaches further, so may it: the original context times the factor (yarn), the own one times it (linear).
+        Some models with linear scaling name a context with the factor in it (deepseek-coder): leave theirs as it is.
       max_running: requests that decode together at most; None is 32 on a CPU, 256 on a GPU.
       max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
         2048 on a GPU; 32 and 128 for a deterministic engine.
