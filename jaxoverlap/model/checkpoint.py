@@ -11,7 +11,6 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -94,16 +93,14 @@ class HfCheckpoint:
         return self._file_of[name].read(self._stored_as.get(name, name))
 
     def _settle_head(self) -> None:
-        """What ties embedding and head is the tensors, as in transformers: a head that differs from the embedding is
-        used as one, and where only the head is stored, it is both."""
+        """The embedding is the head as well, under whichever of the two names it is stored."""
         if HEAD not in self._file_of:
             return
+        head = self._file_of.pop(HEAD)
         if EMBEDDING not in self._file_of:
-            self._file_of[EMBEDDING] = self._file_of.pop(HEAD)
-            self._stored_as[EMBEDDING] = HEAD
-        elif not _equal(self._file_of[EMBEDDING].read(EMBEDDING), self._file_of[HEAD].read(HEAD)):
-            logger.warning("tie_word_embeddings is true, but %s differs from %s: it is not tied", HEAD, EMBEDDING)
-            self.config = replace(self.config, tie_word_embeddings=False)
+            self._file_of[EMBEDDING], self._stored_as[EMBEDDING] = head, HEAD
+        elif not _equal(self._file_of[EMBEDDING].read(EMBEDDING), head.read(HEAD)):
+            logger.warning("tie_word_embeddings is true: %s, which differs from %s, is not used", HEAD, EMBEDDING)
 
     def _open_files(self, folder: Path) -> dict[str, SafetensorsFile]:
         index_path = folder / INDEX_NAME

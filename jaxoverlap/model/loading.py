@@ -150,7 +150,7 @@ def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:
     """
     config, checkpoint = files.config, files.checkpoint
     placements = list(layout.placements(config))
-    _check_names_and_shapes(placements, checkpoint, tied=config.tie_word_embeddings)
+    _check_names_and_shapes(placements, checkpoint)
     arrays = {slot.path: np.empty(slot.shape, np.float32 if slot.is_norm else dtype) for slot in layout.slots(config)}
     for placement in placements:
         placement.write(arrays[placement.path], checkpoint.read(placement.name))
@@ -158,7 +158,7 @@ def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:
     return LoadedModel(files.name, config, weights, dtype, files.tokenizer_source, files.fingerprint)
 
 
-def _check_names_and_shapes(placements: list[layout.Placement], checkpoint: Checkpoint, *, tied: bool) -> None:
+def _check_names_and_shapes(placements: list[layout.Placement], checkpoint: Checkpoint) -> None:
     """Every expected tensor is there with its shape, and nothing else is."""
     found = checkpoint.shapes()
     for placement in placements:
@@ -171,7 +171,7 @@ def _check_names_and_shapes(placements: list[layout.Placement], checkpoint: Chec
             label = checkpoint.label(placement.name)
             raise ModelError(f"tensor {label} has shape {shape}, expected {placement.shape}")
     for name in found:
-        if not is_buffer(name) and not (tied and name == HEAD):  # which is the embedding once more
+        if not is_buffer(name):
             raise ModelError(
                 f"tensor {checkpoint.label(name)} of shape {found[name]} has no place in this model (none expected)"
             )
