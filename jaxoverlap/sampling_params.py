@@ -1,4 +1,12 @@
-"""How a request's tokens are chosen, and when they end. Names and defaults are vLLM's, checked when they are given."""
+"""How a request's tokens are chosen, and when they end. Values are checked when they are given.
+
+Names and defaults are vLLM's, save that
+
+    max_tokens          is None here, which fills the context; vLLM's is 16
+    structured_output   is vLLM's structured_outputs, with fields of its own
+    banned_token_ids    has no equal there; vLLM's bad_words are texts, and not here
+    best_of             was taken out of vLLM's V1
+"""
 
 from __future__ import annotations
 
