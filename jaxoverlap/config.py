@@ -17,6 +17,9 @@ DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 SCHEDULES = ("overlap", "timeslice", "serial")
 MAX_PREFILL_ROWS = 16
+MAX_MODEL_LEN = 2**24
+MAX_RUNNING = 65_536
+MAX_LOOKAHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,11 @@ class EngineConfig:
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("attention", self.attention, ATTENTION)
         for name, low, high in (
-            ("max_model_len", 2, 2**24),
-            ("max_running", 1, 65_536),
+            ("max_model_len", 2, MAX_MODEL_LEN),
+            ("max_running", 1, MAX_RUNNING),
             ("max_batched_tokens", 1, 2**20),
             ("num_pages", 1, 2**30),
-            ("lookahead", 0, 64),
+            ("lookahead", 0, MAX_LOOKAHEAD),
             ("max_prefill_streak", 1, 2**20),
             ("max_mixed_tokens", 1, 2**20),
             ("max_queue", 1, 2**30),
@@ -240,6 +243,7 @@ class EngineConfig:
                 max_queue=self.max_queue,
                 deterministic=self.deterministic,
             ),
+            platform=platform,
             schedule=self.schedule,
             lookahead=preset.lookahead if self.lookahead is None else self.lookahead,
             attention="xla" if on_cpu and self.attention == "auto" else self.attention,
@@ -252,6 +256,7 @@ class ResolvedConfig:
     """An engine's settings with nothing left to decide, save that `DeviceRunner` knows what "auto" attention is."""
 
     scheduler: SchedulerConfig
+    platform: str
     schedule: str
     lookahead: int
     attention: str

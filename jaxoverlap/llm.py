@@ -21,7 +21,7 @@ from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.shared import SharedEngine
 from jaxoverlap.engine.watchdog import Watchdog
 from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError, QueueFullError
-from jaxoverlap.observe.chrome_trace import to_chrome
+from jaxoverlap.observe.chrome_trace import About, to_chrome
 from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
 from jaxoverlap.prompts import ChatPrompt, Prompt, as_chat, is_chat, is_list_of_prompts, one_for_each
@@ -243,7 +243,7 @@ class LLM:
         with self._shared.lock:
             timeline = self.engine.stop_timeline()
         resolved = self.resolved
-        about = {"model": self.model_name, "schedule": resolved.schedule, "lookahead": resolved.lookahead}
+        about = About(self.model_name, resolved.platform, resolved.schedule, resolved.lookahead)
         return to_chrome(timeline, about)
 
     def step_log(self, last: int | None = None) -> list[dict[str, Any]]:

@@ -125,7 +125,9 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
         dtype=built.dtype,
         kv_cache_dtype=built.kv_cache_dtype,
         devices=list(built.devices),
+        platform=built.resolved.platform,
         schedule=built.resolved.schedule,
+        lookahead=built.resolved.lookahead,
         capabilities=built.engine.supported_parameters,
         tokenizer_source=source if isinstance(source, Mapping) else str(source),
     )
