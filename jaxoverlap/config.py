@@ -62,7 +62,8 @@ class EngineConfig:
       max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
         2048 on a GPU; 32 and 128 for a deterministic engine.
       min_prefill_tokens: prompt tokens of the smallest step that is compiled for prompts alone; fewer are computed as
-        if they were so many. Each doubling of it up to `max_batched_tokens` is a step less to compile at start.
+        if they were so many. Each doubling of it up to `max_batched_tokens` is a step less to compile at start. A
+        deterministic engine has one step, whatever this is.
       page_size: tokens in a KV page.
       num_pages: KV pages; None takes what `kv_memory_gib` holds.
       kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
@@ -76,14 +77,15 @@ class EngineConfig:
       mixed_steps: prompt chunks share steps with the decoding rows.
       max_prefill_streak: prefill steps between two decode steps, where they are not mixed.
       max_mixed_tokens: prompt tokens in a step with decoding rows at most; what they wait for. Tokens far into a long
-        prompt count more. None is 64 on a CPU, 512 on a GPU.
+        prompt count more. None is 64 on a CPU, 512 on a GPU. Without effect where steps are not mixed.
       decode_wait_ms: where steps are not mixed, prefill gives way once decoding rows have waited so long.
       prompt_wait_ms: once the first in the queue has waited so long, a younger request that had its turn is preempted
         for it. Infinity never does that.
       headroom: tokens that a request gets at least before it may be preempted; doubled by the first three times.
       prefix_cache: keep the KV of what was computed for prompts that begin with it. None is on, except for models
         whose every layer has a sliding window: there pages that fall out of it are freed instead.
-      cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`.
+      cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`; without effect where a model's
+        sliding windows leave no cache.
       deterministic: the tokens and log-probabilities of a request are bit for bit the same whatever its neighbours, its
         chunks, the schedule, the cache and preemption, on the same device: every step has the same shape, and prompts
         attend as decoding rows do. Slower, for prompts above all.
@@ -167,10 +169,28 @@ class EngineConfig:
             _check_fraction("watchdog_exit_seconds", self.watchdog_exit_seconds, math.inf)
         if self.kv_memory_gib is not None:
             _check_fraction("kv_memory_gib", self.kv_memory_gib, 1e6)
+        if self.cache_aware_order and self.prefix_cache is False:
+            raise ConfigError(
+                "cache_aware_order: True is not allowed with prefix_cache False; it goes by what is cached"
+            )
         if self.cache_aware_order and math.isinf(self.prompt_wait_ms):
             raise ConfigError(
                 "prompt_wait_ms: inf is not allowed with cache_aware_order; it bounds how long others pass"
             )
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """Settings that change nothing beside the others, and why."""
+        is_mixed = PRESETS[self.schedule].mixed_steps if self.mixed_steps is None else self.mixed_steps
+        found: dict[str, str] = {}
+        if is_mixed:
+            found |= dict.fromkeys(("max_prefill_streak", "decode_wait_ms"), "prompts share steps with decoding rows")
+        else:
+            found["max_mixed_tokens"] = "prompts have steps of their own"
+        if self.deterministic:
+            found["min_prefill_tokens"] = "a deterministic engine has one step"
+        defaults = type(self)
+        return {name: why for name, why in found.items() if getattr(self, name) != getattr(defaults, name)}
 
     def rows_on(self, platform: str) -> int:
         """`max_running`, decided."""

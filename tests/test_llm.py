@@ -247,6 +247,27 @@ def test_a_bad_setting_names_itself(monkeypatch, setting, value):
         LLM(**{setting: value})
 
 
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({"max_prefill_streak": 2}, "max_prefill_streak"),
+        ({"decode_wait_ms": 9.0}, "decode_wait_ms"),
+        ({"max_prefill_streak": 2, "mixed_steps": False}, None),
+        ({"max_mixed_tokens": 9, "schedule": "serial"}, "max_mixed_tokens"),
+        ({"max_mixed_tokens": 9, "schedule": "serial", "mixed_steps": True}, None),
+        ({"min_prefill_tokens": 64, "deterministic": True}, "min_prefill_tokens"),
+        ({"schedule": "timeslice", "deterministic": True}, None),
+    ],
+)
+def test_settings_without_effect_beside_the_others_are_known(settings, idle):
+    assert list(EngineConfig(**settings).without_effect) == ([] if idle is None else [idle])
+
+
+def test_an_order_by_the_cache_needs_a_cache():
+    with pytest.raises(ConfigError, match="cache_aware_order: True is not allowed with prefix_cache False"):
+        EngineConfig(cache_aware_order=True, prefix_cache=False)
+
+
 def test_kernels_that_are_not_here_are_not_offered():
     with pytest.raises(ConfigError, match=r"use one of auto, xla, triton, mosaic$"):
         EngineConfig(attention="flash")

@@ -165,25 +165,35 @@ def snapshot(
             help="As a map over time, into a page of HTML.",
         ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Moments of the map.")] = 1,
+    count: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Moments of the map. Default: 1.")
+    ] = None,
     every: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="SECONDS",
             min=0.0,
             max=command.LONGEST_SECONDS,
             callback=command.finite,
-            help="Between two of them.",
+            show_default=False,
+            help="Between two of them. Default: 1.",
         ),
-    ] = 1.0,
+    ] = None,
     target: Target = DEFAULT_TARGET,
     *,
     connection: ConnectionOptions,
 ) -> int:
     """Who has which KV page, as JSON, as a picture, or with --html over time: a page to look at."""
+    if html is None:
+        for name, value in (("count", count), ("every", every)):
+            if value is not None:
+                raise command.CommandError(f"--{name} is for a map over time; it needs --html")
+    elif as_svg:
+        raise command.CommandError("--svg is one moment and --html a map over time; use one of them")
     with connection.client(target, progress=False) as client:
         if html is not None:
-            command.write_text(html, memory_page.to_page(list(_snapshots(client, count, every))))
+            moments = _snapshots(client, count or 1, 1.0 if every is None else every)
+            command.write_text(html, memory_page.to_page(list(moments)))
             return command.OK
         found = client.memory_snapshot()
     print(found.to_svg() if as_svg else json.dumps(found.to_dict()))
@@ -260,6 +270,8 @@ def profile(
     connection: ConnectionOptions,
 ) -> int:
     """Start JAX's profiler in the server, which needs --profile-dir; prints the folder on its machine."""
+    if stop and steps is not None:
+        raise command.CommandError("--steps is for a profile that begins, --stop ends one; use one of them")
     with connection.client(target, progress=False) as client:
         print(client.stop_profile() if stop else client.start_profile(steps))
     return command.OK

@@ -103,7 +103,9 @@ class EngineOptions:
     ] = None
     max_mixed_tokens: Annotated[
         int | None,
-        _engine(help="Prompt tokens in a step with decoding rows. Default: 64 on a CPU, 512 on a GPU; in a batch all."),
+        _engine(
+            help="Where steps are mixed: prompt tokens in one. Default: 64 on a CPU, 512 on a GPU; in a batch all."
+        ),
     ] = None
     decode_wait_ms: Annotated[
         float | None,
@@ -159,14 +161,14 @@ class EngineOptions:
     ] = None
 
     def settings(self, **defaults: Any) -> dict[str, Any]:
-        """Arguments for `LLM`: what was given, else `defaults`.
+        """Arguments for `LLM`: what was given, else those of `defaults` that have an effect beside it.
 
         Raises:
           ConfigError: a value out of range; nothing has been loaded yet.
         """
-        settings = defaults | given(self)
-        EngineConfig(**settings)
-        return settings
+        stated = given(self)
+        idle = EngineConfig(**(defaults | stated)).without_effect
+        return {name: value for name, value in defaults.items() if name not in idle} | stated
 
 
 def given(options: Any) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def simulate(
         found.append({"schedule": schedule, "lookahead": lookahead, **_described(prediction)})
     if unmeasured:
         command.say(
-            "warning: most steps are not among those that were measured and go by the line through rows and prompt tokens "
+            "warning: most steps are not among those that were measured, and go by rows and prompt tokens "
             f"({'; '.join(unmeasured)}); --platform is {platform}, and --rows {rows}"
         )
     if as_json:

@@ -75,3 +75,9 @@ def test_max_model_len_may_be_what_rope_scaling_stretches_the_context_to(tmp_pat
         assert build_engine(config, warm_up=False).resolved.scheduler.limits.max_model_len == length
     with pytest.raises(ConfigError, match=r"513 is not allowed.* is 256, and 512 with its rope scaling"):
         build_engine(EngineConfig(model=folder, num_pages=64, max_model_len=513), warm_up=False)
+
+
+def test_what_has_no_effect_beside_the_other_settings_is_in_the_log(tmp_path, caplog):
+    folder = write_tiny_model(tmp_path)
+    build_engine(EngineConfig(model=folder, num_pages=64, schedule="serial", max_mixed_tokens=9), warm_up=False)
+    assert "max_mixed_tokens has no effect: prompts have steps of their own" in caplog.messages
