@@ -67,9 +67,12 @@ class EngineConfig:
       page_size: tokens in a KV page.
       num_pages: KV pages; None takes what `kv_memory_gib` holds.
       kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
-        `gpu_memory_fraction` of the device less what is taken once the weights are loaded and what the penalties and
+        what `gpu_memory_fraction` allows less what is taken once the weights are loaded and what the penalties and
         biases of all rows would take.
-      gpu_memory_fraction: in (0, 1].
+      gpu_memory_fraction: in (0, 1], the share of the GPU's memory that is used: for weights, KV pages, and a tenth of
+        it for what steps need meanwhile. Commands and servers let JAX preallocate so much; in a program of somebody
+        else JAX has what XLA_CLIENT_MEM_FRACTION says, 0.75 by default, and more is not used. Beside `num_pages` or
+        `kv_memory_gib`, which say how large the pool is, it is no more than what JAX preallocates.
       schedule: "overlap" launches a step before the last one is read and mixes prompt chunks with decoding rows;
         "timeslice" alternates prefill and decode steps and reads each at once; "serial" runs prompts first. They are
         presets of the next three, which may be set one by one.

@@ -77,7 +77,7 @@ class EngineOptions:
         ),
     ] = None
     gpu_memory_fraction: Annotated[
-        float | None, _engine(help="Share of the GPU's memory to use, above 0, at most 1. Default: 0.9.")
+        float | None, _engine(help="Share of the GPU's memory to take, above 0, at most 1. Default: 0.9.")
     ] = None
     schedule: Annotated[
         str | None,

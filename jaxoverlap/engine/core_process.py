@@ -104,9 +104,11 @@ def _watching(supervisor: socket.socket, on_orphaned: Callable[[], None]) -> Ite
 def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
     from jaxoverlap.engine.core import EngineCore
     from jaxoverlap.engine.profiler import Profiler
+    from jaxoverlap.runtime.memory import let_jax_take
 
     options = {} if spec.progress is None else {"progress": _named(spec.progress)}
     config = EngineConfig(**spec.config)
+    let_jax_take(config.gpu_memory_fraction)
     built = _named(spec.builder)(config, **options)
     scheduler = built.resolved.scheduler
     source = built.tokenizer_source
