@@ -18,7 +18,7 @@ class ChatPrompt:
 
     A message has a role and a content. That is text, or a list of OpenAI's parts of type "text", which become one text,
     a line each, as in vLLM; an assistant's message may have none if it calls tools. All further fields of messages,
-    tools and documents (``name``, ``tool_calls``, …) are for the template: which of them it writes is the template's to say.
+    tools and documents (``name``, ``tool_calls``, …) are for the template: which of them it writes is its own to say.
 
     Attributes:
       messages: in order.
