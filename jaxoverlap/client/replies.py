@@ -26,7 +26,7 @@ class ModelInfo(_Reply):
     Attributes:
       served_name: what requests may call it.
       max_model_len: prompt and outputs together, in tokens.
-      capabilities: what requests may ask for in this build.
+      capabilities: what requests may ask for in this build, as fields of `SamplingParams`.
     """
 
     served_name: str
