@@ -108,7 +108,8 @@ class SamplingParams:
       stop_token_ids: ids that end the request; they count as output but are left out of the text.
       ignore_eos: go on through the model's own end-of-sequence ids; ``stop_token_ids`` still stop.
       include_stop_str_in_output: leave what ended the request, text or token, in the text.
-      skip_special_tokens: leave special tokens out of the text.
+      skip_special_tokens: leave special tokens out of the text. None does, but for a chat with tools: there a special
+        token may be what tells a call from text.
       logprobs: 0 … 20. Of each output its log-probability and rank, and so many alternatives. None is off.
       prompt_logprobs: 0 … 20, the same of each prompt token but the first. None is off.
       structured_output: what the text must be.
@@ -138,7 +139,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
@@ -156,8 +157,10 @@ class SamplingParams:
             check_float32(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1, or leave it out")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
+        if self.skip_special_tokens is not None:
+            check_bool("skip_special_tokens", self.skip_special_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 allowed = f"an integer from 0 to {MAX_TOP_LOGPROBS}, or leave it out"
@@ -210,6 +213,11 @@ class SamplingParams:
     def has_bias(self) -> bool:
         """Some ids are more or less likely than the model would have them, or forbidden."""
         return bool(self.logit_bias or self.banned_token_ids or self.allowed_token_ids is not None)
+
+    @property
+    def hides_special_tokens(self) -> bool:
+        """They are no part of the text, as far as the parameters say; see `prompts.with_tool_markers`."""
+        return self.skip_special_tokens is not False
 
     @property
     def num_top_logprobs(self) -> int:

@@ -57,7 +57,8 @@ def llm(monkeypatch):
 
 
 def words(ids):
-    return " ".join(f"w{i}" for i in ids)
+    """As they follow a prompt."""
+    return "".join(f" w{i}" for i in ids)
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm):

@@ -85,6 +85,8 @@ class SharedEngine:
         hidden_stops(self._tokenizer, sampling)
         if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
+        if compiled is not None:
+            compiled = compiled.behind(self.engine.limits.check_prompt(prompt_ids))
         collector = None
         try:
             with self.lock, interrupt_deferred():

@@ -153,7 +153,7 @@ class GrammarConstraint:
         self._words = np.zeros(vocabulary.num_matcher_words, dtype=np.int32)
         self._pointer = self._words.ctypes.data
         self._mask = np.zeros(vocabulary.num_words, dtype=np.int32)
-        self._update(vocabulary.beginnings)
+        self._update()
 
     def copy(self) -> GrammarConstraint:
         """Another sequence's, at the same place; may be called from several threads while nothing else is."""
@@ -162,6 +162,14 @@ class GrammarConstraint:
         other._mask = self._mask.copy()
         other._words = self._words.copy()
         other._pointer = other._words.ctypes.data
+        return other
+
+    def begun_with(self, beginnings: np.ndarray) -> GrammarConstraint:
+        """Another one, at its first token, which must be one of these: int32 [num_words]."""
+        other = self.copy()
+        other._mask &= beginnings
+        if not other._mask.any():
+            other._fail(DEAD_END)
         return other
 
     def fill_mask(self, out: np.ndarray) -> None:
@@ -182,7 +190,7 @@ class GrammarConstraint:
     def _allows(self, token_id: int) -> bool:
         return 0 <= token_id < 32 * len(self._mask) and bool(self._mask[token_id >> 5] >> (token_id & 31) & 1)
 
-    def _update(self, beginnings: np.ndarray | None = None) -> None:
+    def _update(self) -> None:
         """Works out what may come next, once per token: whether anything may says if this was the last."""
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._words.nbytes)
         if self._matcher.is_error():  # the words mean nothing then
@@ -190,8 +198,6 @@ class GrammarConstraint:
             return
         early = self._num_tokens < self._min_tokens
         np.bitwise_and(self._words[: len(self._mask)], self._early_texts if early else self._texts, out=self._mask)
-        if beginnings is not None:
-            self._mask &= beginnings
         accepts = self._matcher.is_accepting()
         if not self._mask.any():
             if accepts:

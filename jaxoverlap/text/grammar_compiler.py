@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import LifoQueue
 
 import llguidance
+import numpy as np
 
 from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError
@@ -36,6 +37,14 @@ class CompiledGrammar:
     """A `CompiledConstraint`; safe to share between threads. `first` stays at the beginning of its text."""
 
     first: GrammarConstraint
+    vocabulary: GrammarVocabulary
+    sampling: SamplingParams
+
+    def behind(self, prompt_ids: Sequence[int] | np.ndarray) -> CompiledGrammar:
+        beginnings = self.vocabulary.beginnings(prompt_ids, self.sampling)
+        if beginnings is None:
+            return self
+        return replace(self, first=self.first.begun_with(beginnings))
 
     def start(self) -> GrammarConstraint:
         return self.first.copy()
@@ -150,7 +159,7 @@ class GrammarCompiler:
         if error is None:
             first = GrammarConstraint(compiled.result().deep_copy(), self.vocabulary, sampling)
             if not first.is_complete and first.error is None:
-                return CompiledGrammar(first)
+                return CompiledGrammar(first, self.vocabulary, sampling)
             refused = "nothing but the empty text satisfies it" if first.is_complete else str(first.error)
         elif isinstance(error, EngineError):
             raise EngineError(str(error))

@@ -68,7 +68,7 @@ def params_of_any_kind(draw):
         stop_token_ids=draw(ids),
         ignore_eos=draw(st.booleans()),
         include_stop_str_in_output=draw(st.booleans()),
-        skip_special_tokens=draw(st.booleans()),
+        skip_special_tokens=draw(st.none() | st.booleans()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         structured_output=draw(st.none() | structures),
