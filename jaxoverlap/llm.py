@@ -206,7 +206,7 @@ class LLM:
             allowed = "which samples are the best is not known before the end; use n, or generate"
             raise InvalidRequestError("best_of", params.best_of, allowed)
         ids = self._checked(prompt, params, "prompt")
-        return self._stream(prompt, ids, params, options or DEFAULT_OPTIONS)
+        return self._stream(prompt, ids, params.for_prompt(prompt), options or DEFAULT_OPTIONS)
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that the model would see; raises as `generate` if it would refuse. Needs no warm-up."""
@@ -278,7 +278,7 @@ class LLM:
     def _checked(self, prompt: Prompt, params: SamplingParams, where: str) -> np.ndarray:
         """Token ids of a prompt that will be accepted; names the prompt in the error if it won't."""
         try:
-            return self._shared.check(self._encode(prompt), params)
+            return self._shared.check(self._encode(prompt), params.for_prompt(prompt))
         except InvalidRequestError as error:
             if error.field != "prompt" and not error.field.startswith("prompt["):
                 raise
@@ -307,6 +307,7 @@ class LLM:
             self._shared.leave([collector])
 
     def _input(self, prompt: Prompt, ids: Any, params: SamplingParams, options: RequestOptions) -> _Input:
+        params = params.for_prompt(prompt)
         return _Input(prompt, ids, params, options, self.engine.compile_constraint(params))
 
     def _run(

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxoverlap.checks import check_bool, check_float32, check_ids, check_int
 from jaxoverlap.errors import InvalidRequestError, UnsupportedError
+from jaxoverlap.prompts import ChatPrompt, Prompt
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy (as in vLLM); dividing by it would overflow."""
@@ -216,8 +217,14 @@ class SamplingParams:
 
     @property
     def hides_special_tokens(self) -> bool:
-        """They are no part of the text, as far as the parameters say; see `prompts.with_tool_markers`."""
+        """They are no part of the text."""
         return self.skip_special_tokens is not False
+
+    def for_prompt(self, prompt: Prompt) -> SamplingParams:
+        """With what depends on the prompt. Where it has tools and nobody has said otherwise, special tokens are in the
+        text: one of them may be what tells a call from text (Mistral's ``[TOOL_CALLS]``)."""
+        has_tools = isinstance(prompt, ChatPrompt) and bool(prompt.tools)
+        return replace(self, skip_special_tokens=False) if has_tools and self.skip_special_tokens is None else self
 
     @property
     def num_top_logprobs(self) -> int:

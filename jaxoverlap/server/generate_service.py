@@ -204,11 +204,14 @@ def _read(
 ) -> tuple[np.ndarray, SamplingParams]:
     """A message's prompt and parameters, with the server's own limits applied."""
     sampling = requests.sampling_params(given)
-    if stream and given.HasField("best_of"):
-        raise InvalidRequestError("best_of", given.best_of, "a stream can't take tokens back; use Generate")
+    if stream and sampling.num_samples > sampling.n:
+        allowed = "which samples are the best is not known before the end; use n, or Generate"
+        raise InvalidRequestError("best_of", sampling.best_of, allowed)
     if sampling.stop and not _sends_text(given):
         raise InvalidRequestError("stop", list(sampling.stop), "they are found in text, and returns.text is false")
     ids = model.limits.check_prompt(encode_prompt(given, model.tokenizer))
+    if given.HasField("chat"):
+        sampling = sampling.for_prompt(requests.prompt_of(given))
     most = limits.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise InvalidRequestError("prompt", f"{len(ids)} tokens", f"this server takes at most {most}")
@@ -243,7 +246,7 @@ def _response(call: Call, given: pb.Generation) -> pb.GenerateResponse:
     samples = call.samples
     assert call.started is not None
     completions = [sample.completion(sample.pending.take()) for sample in samples]
-    if call.sampling.best_of is not None:
+    if call.sampling.is_ranked:
         completions = sorted(completions, key=lambda one: -(one.cumulative_logprob or 0.0))[: call.sampling.n]
     output = RequestOutput(
         prompt="",

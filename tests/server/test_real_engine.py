@@ -111,6 +111,18 @@ def test_the_best_of_several_comes_first(llm, served):
     given = requests.generation("best", params, RequestOptions())
     online = answers.request_output(caller.answer(given), "best", params)
     assert [one.token_ids for one in online.outputs] == [one.token_ids for one in offline.outputs]
+    sums = [one.cumulative_logprob for one in offline.outputs]
+    assert None not in sums and [one.cumulative_logprob for one in online.outputs] == pytest.approx(sums)
+
+
+def test_a_best_of_that_leaves_nothing_out_is_streamed(llm, served):
+    params = SamplingParams(n=3, best_of=3, temperature=1.0, seed=9, max_tokens=10)
+    (offline,) = llm.generate("best", params)
+    *_, streamed = llm.stream("best", params)
+    for outputs in (streamed.output.outputs, *(online.outputs for online in over_the_wire(served, "best", params))):
+        assert [(one.index, one.text) for one in outputs] == [(one.index, one.text) for one in offline.outputs]
+        sums = [one.cumulative_logprob for one in offline.outputs]
+        assert [one.cumulative_logprob for one in outputs] == pytest.approx(sums)
 
 
 def test_a_stop_string_cuts_as_offline(llm, served):
