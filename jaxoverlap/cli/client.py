@@ -15,10 +15,10 @@ from jaxoverlap.cli import command
 from jaxoverlap.cli.batch import InputFile, Ordered, OutputFile, Overwrite, RetryErrors, answer_file, at_server
 from jaxoverlap.cli.batch_file import STANDARD
 from jaxoverlap.cli.chat import DEFAULTS as CHAT_DEFAULTS
-from jaxoverlap.cli.chat import Chat, check_one_answer
+from jaxoverlap.cli.chat import Chat, check_chat
 from jaxoverlap.cli.command import as_command
 from jaxoverlap.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, ConnectionOptions
-from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, read_prompts, show_answers
+from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, check_shown, read_prompts, show_answers
 from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
 from jaxoverlap.observe import memory_page
 from jaxoverlap.observe.step_log import CAPACITY, describe_step
@@ -65,8 +65,9 @@ def generate(
     treatment: TreatmentOptions,
 ) -> int:
     """Generate text from prompts, and print it as it comes; as `jaxoverlap generate` does without a server."""
-    texts = read_prompts(prompts or ["-"])
     params = SamplingParams(**(sampling.values(temperature=0.0, max_tokens=256) | structure.values()))
+    check_shown(params, as_json)
+    texts = read_prompts(prompts or ["-"])
     options = RequestOptions(**treatment.values())
     asked = chat.prompts(texts)
     with connection.client(target, progress=False, model=model) as client:
@@ -87,7 +88,7 @@ def chat(
     treatment: TreatmentOptions,
 ) -> int:
     """Chat with the model; as `jaxoverlap chat --server`, whose help has the commands."""
-    params = check_one_answer(SamplingParams(**sampling.values(**CHAT_DEFAULTS)))
+    params = check_chat(SamplingParams(**sampling.values(**CHAT_DEFAULTS)))
     options = RequestOptions(**treatment.values())
     with connection.client(target, progress=False, model=model) as client:
         return Chat(client, params, options, system, quiet).run()

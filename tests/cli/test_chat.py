@@ -84,7 +84,12 @@ def test_nobody_to_chat_with_ends_it(chat, server, error):
 
 @pytest.mark.parametrize(
     ("args", "problem"),
-    [(["--n", 2], "error: --n and --best-of: "), (["--temperature", -1], "error: temperature: -1.0")],
+    [
+        (["--n", 2], "error: --n and --best-of: "),
+        (["--temperature", -1], "error: temperature: -1.0"),
+        (["--logprobs", 0], "error: logprobs: 0 is not allowed; a chat does not show them"),
+        (["--prompt-logprobs", 2], "error: prompt_logprobs: 2 is not allowed; a chat does not show them"),
+    ],
 )
 def test_errors_before_it_starts(chat, args, problem):
     result = chat("A\n", *args)

@@ -142,6 +142,8 @@ def test_stop_ids(cli):
         (["a", "--logit-bias", "x=1"], "error: logit_bias['x']: 'x' is not allowed"),
         (["a", "--stop", "x</s>"], "error: stop[0]: 'x</s>' is not allowed; skip_special_tokens hides '</s>'"),
         (["a", "--n", "0"], "error: n: 0 is not allowed"),
+        (["a", "--logprobs", "0"], "error: logprobs: 0 is not allowed; plain text does not show them; use --json"),
+        (["a", "--prompt-logprobs", "1"], "error: prompt_logprobs: 1 is not allowed; plain text does not"),
         (["-", "-"], "error: '-' (standard input) can be one prompt"),
         (["a", "--model", "missing"], "error: missing: no such file or folder"),
         (["a", "--dtype", "int3"], "error: dtype: 'int3' is not allowed; use one of auto, float32, bfloat16"),
