@@ -104,7 +104,7 @@ class SamplingParams:
         None draws one; the outputs say which.
       max_tokens: ≥ 1, outputs at most; None fills the context. The context's end is a limit in any case.
       min_tokens: before so many outputs nothing but a limit ends the request: its stop ids and the model's
-        end-of-sequence ids do not come, and stop strings are not looked for.
+        end-of-sequence ids do not come, and a stop string that ends there is none.
       stop: a text or texts that end the request; cut from the text unless `include_stop_str_in_output`.
       stop_token_ids: ids that end the request; they count as output but are left out of the text.
       ignore_eos: go on through the model's own end-of-sequence ids; ``stop_token_ids`` still stop.

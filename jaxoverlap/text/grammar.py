@@ -87,6 +87,8 @@ def _json(schema: Any) -> dict[str, Any]:
         options = schema.get("x-guidance", {})
         if not isinstance(options, dict):
             raise InvalidRequestError(f"structured_output.{_SCHEMA}", schema, "x-guidance is an object")
+        if not options.get("lenient") and _has_nullable(schema):
+            raise InvalidRequestError(f"structured_output.{_SCHEMA}", schema, _NULLABLE)
         if not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
             schema = schema | {"x-guidance": options | {"whitespace_pattern": JSON_WHITESPACE}}
     return {"name": "text", "json_schema": schema}
@@ -104,6 +106,29 @@ def _schema(given: str | Mapping[str, Any] | bool) -> Any:
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise InvalidRequestError(f"structured_output.{_SCHEMA}", given, _TOO_DEEP)
     return schema
+
+
+_NULLABLE = 'nullable is OpenAPI\'s and no keyword of JSON Schema: use "type": [..., "null"]'
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has schemas by names of the caller's own."""
+_DATA = ("const", "enum", "default", "example", "examples")
+"""Keywords whose value is no schema."""
+
+
+def _has_nullable(schema: Any) -> bool:
+    """OpenAPI's keyword promises that null may come; ignored, as unknown keywords are, it would never come."""
+    if isinstance(schema, list):
+        return any(map(_has_nullable, schema))
+    if not isinstance(schema, dict):
+        return False
+    if schema.get("nullable") is True:
+        return True
+    named = [inner for name in _NAMED if isinstance(schema.get(name), dict) for inner in schema[name].values()]
+    return any(map(_has_nullable, named)) or any(
+        _has_nullable(inner)
+        for name, inner in schema.items()
+        if name not in (*_NAMED, *_DATA) and not name.startswith("x-")
+    )
 
 
 def _depth(value: Any) -> int:

@@ -56,6 +56,8 @@ def nested(depth: int, width: int) -> dict:
         ({"json_schema": '{"type": '}, "use JSON"),
         ({"json_schema": "[1]"}, "schema must be an object or boolean"),
         ({"json_schema": {"type": "foo"}}, "Invalid type: foo"),
+        ({"json_schema": {"type": "string", "nullable": True}}, 'use "type": \\[..., "null"\\]'),
+        ({"json_schema": {"properties": {"a": {"anyOf": [{"nullable": True}]}}}}, "nullable is OpenAPI's"),
         ({"json_schema": {"not": {}}}, "Unimplemented keys"),
         ({"json_schema": {"uniqueItems": True}}, "Unimplemented keys"),
         ({"json_schema": {"$ref": "#/$defs/none"}}, "does not exist"),
@@ -75,6 +77,21 @@ def test_what_makes_no_sense_is_refused_with_its_reason(compiler, structure, say
     (name,) = structure
     assert caught.value.field == f"structured_output.{name}"
     assert "no_forcing" not in str(caught.value) and "backtrace" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"nullable": True}},  # a name of the caller's
+        {"const": {"nullable": True}},
+        {"type": "string", "nullable": False},
+        {"type": "string", "x-of": [{"nullable": True}]},
+        {"type": "string", "nullable": True, "x-guidance": {"lenient": True}},
+    ],
+    ids=str,
+)
+def test_a_nullable_that_promises_nothing_is_taken(compiler, schema):
+    constraint(compiler, json_schema=schema)
 
 
 @pytest.mark.parametrize(
