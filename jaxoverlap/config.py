@@ -15,6 +15,7 @@ from jaxoverlap.scheduler.config import SchedulerConfig
 ATTENTION = ("auto", "xla", "triton", "mosaic")
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
+GENERATION_CONFIGS = ("auto", "off")
 SCHEDULES = ("overlap", "timeslice", "serial")
 MAX_PREFILL_ROWS = 16
 MAX_MODEL_LEN = 2**24
@@ -51,6 +52,8 @@ class EngineConfig:
     Attributes:
       model: a folder with safetensors, a ``.gguf`` file or a Hugging Face hub id. None is the embedded default,
         SmolLM2-135M-Instruct.
+      generation_config: "auto" takes what a request leaves out (temperature, top_p, top_k, min_p, repetition_penalty)
+        from the model's generation_config.json, where it says something; "off" takes the defaults of `SamplingParams`.
       dtype: of weights and activations. "auto" is float32 on a CPU, bfloat16 on a GPU.
       kv_cache_dtype: of KV pages; "auto" is `dtype`. "fp8" (e4m3) and "int8" take about half the memory of bfloat16:
         codes of 8 bits, and a float32 scale for each position and KV head. docs/kernels.md has what they cost in
@@ -107,6 +110,7 @@ class EngineConfig:
     """
 
     model: str | PathLike[str] | None = None
+    generation_config: Literal["auto", "off"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto"
     max_model_len: int | None = None
@@ -141,6 +145,7 @@ class EngineConfig:
                 raise ConfigError(f"{name}: {value!r} is not allowed; use a path or a name, or leave it out")
         if self.num_pages is not None and self.kv_memory_gib is not None:
             raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
+        _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("schedule", self.schedule, SCHEDULES)

@@ -64,6 +64,8 @@ class LLM:
         self.model_name = built.name
         self.resolved = built.resolved
         self.model_config = built.model_config
+        self.sampling_defaults = built.sampling_defaults
+        self.default_sampling_params = SamplingParams(**built.sampling_defaults)
         self.tokenizer = built.tokenizer
         self.runner = built.runner
         self.engine = built.engine
@@ -97,7 +99,7 @@ class LLM:
 
         Args:
           prompts: one prompt or a list of them.
-          sampling_params: for all, or one for each; None is `SamplingParams()`.
+          sampling_params: for all, or one for each; None is `default_sampling_params`.
           options: priority, timeout and cache salt, for all, or one for each.
           progress: overrides the constructor's.
 
@@ -107,8 +109,8 @@ class LLM:
           KeyboardInterrupt: Ctrl-C; what was running is aborted and the engine can be used again.
         """
         many: Sequence[Any] = prompts if is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
-        params = one_for_each(many, "sampling_params", sampling_params, SamplingParams)
-        treatment = one_for_each(many, "options", options, RequestOptions)
+        params = one_for_each(many, "sampling_params", sampling_params, SamplingParams, self.default_sampling_params)
+        treatment = one_for_each(many, "options", options, RequestOptions, DEFAULT_OPTIONS)
         for one in params:
             self.engine.compile_constraint(one)  # all at once; each check then waits for its own
         encoded = [
@@ -201,7 +203,7 @@ class LLM:
         Leaving the iterator early aborts the request. Raises as `generate`, when called; `best_of`, which knows the
         best only at the end, can't be streamed.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.default_sampling_params
         if params.num_samples > params.n:
             allowed = "which samples are the best is not known before the end; use n, or generate"
             raise InvalidRequestError("best_of", params.best_of, allowed)
@@ -210,7 +212,7 @@ class LLM:
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that the model would see; raises as `generate` if it would refuse. Needs no warm-up."""
-        return self._checked(prompt, sampling_params or SamplingParams(), "prompt").tolist()
+        return self._checked(prompt, sampling_params or self.default_sampling_params, "prompt").tolist()
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request reads; returns the number of pages."""

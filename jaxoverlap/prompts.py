@@ -98,10 +98,10 @@ def is_list_of_prompts(prompts: Any) -> bool:
     return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray | ChatPrompt)
 
 
-def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type) -> Sequence[Any]:
-    """`given` for each prompt: one of `kind` is for all, None is `kind()`, a list has one for each."""
+def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type, default: Any = None) -> Sequence[Any]:
+    """`given` for each prompt: one of `kind` is for all, None is `default`, a list has one for each."""
     if given is None or isinstance(given, kind):
-        return [kind() if given is None else given] * len(prompts)
+        return [default if given is None else given] * len(prompts)
     if not isinstance(given, list | tuple):
         raise InvalidRequestError(name, given, f"use a {kind.__name__}, or a list of them")
     for index, one in enumerate(given):

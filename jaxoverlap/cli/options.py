@@ -25,6 +25,14 @@ class EngineOptions:
         str | None,
         _engine(help="Folder with safetensors, .gguf file or Hugging Face hub id. Default: SmolLM2-135M-Instruct."),
     ] = None
+    generation_config: Annotated[
+        str | None,
+        _engine(
+            metavar="auto|off",
+            help="Whether what a request leaves out (temperature, top_p, top_k, min_p, repetition_penalty) comes of "
+            "the model's generation_config.json. Default: auto, which is yes.",
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         _engine(

@@ -131,6 +131,7 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
         schedule=built.resolved.schedule,
         lookahead=built.resolved.lookahead,
         capabilities=built.engine.supported_parameters,
+        sampling_defaults=dict(built.sampling_defaults),
         tokenizer_source=source if isinstance(source, Mapping) else str(source),
     )
     full_collections_only_when_idle()

@@ -49,7 +49,7 @@ class EngineFacts:
       platform, schedule, lookahead: for traces.
       tokenizer_source: for `Tokenizer.from_source`: a folder, or the tokenizer's part of GGUF metadata.
       max_queue: None is no limit.
-      capabilities: fields of `SamplingParams` that this build serves.
+      capabilities: fields of `SamplingParams` that this build serves; sampling_defaults: for those left out.
     """
 
     name: str
@@ -68,6 +68,7 @@ class EngineFacts:
     schedule: str
     lookahead: int
     capabilities: list[str]
+    sampling_defaults: dict[str, Any]
     tokenizer_source: str | Mapping[str, Any]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model.config import ModelConfig, config_from_gguf, config_from_hf
+from jaxoverlap.model.generation_config import sampling_defaults
 from jaxoverlap.model.gguf_file import GgufFile
 from jaxoverlap.model.safetensors_file import SafetensorsFile
 
@@ -44,11 +45,13 @@ class Checkpoint(Protocol):
 
     Attributes:
       config: the model they hold.
+      sampling_defaults: fields of `SamplingParams` for requests that leave them out.
       tokenizer_source: for `Tokenizer.from_source`.
       fingerprint: hex digest of configuration, tensor tables and file sizes; not of every weight.
     """
 
     config: ModelConfig
+    sampling_defaults: Mapping[str, Any]
     tokenizer_source: TokenizerSource
     fingerprint: str
 
@@ -74,7 +77,9 @@ class HfCheckpoint:
         # What the model is comes first: a folder that says nothing sensible of it is not looked at for weights.
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
-        self.config = config_from_hf(config, read_json(generation_path) if generation_path.is_file() else None)
+        generation_config = read_json(generation_path) if generation_path.is_file() else {}
+        self.config = config_from_hf(config, generation_config)
+        self.sampling_defaults: Mapping[str, Any] = sampling_defaults(generation_config)
         self._file_of = self._open_files(folder)
         self._stored_as: dict[str, str] = {}
         if self.config.tie_word_embeddings:
@@ -136,6 +141,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
+        self.sampling_defaults: Mapping[str, Any] = {}
         self.tokenizer_source: TokenizerSource = file.metadata
         if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
             raise ModelError(f"{path} is one of {parts} parts: not supported in this build")

@@ -160,8 +160,8 @@ def config_from_hf(
 
     Args:
       config: content of config.json.
-      generation_config: content of generation_config.json, if there is one; of it only the ids that end a sequence
-        are taken, no sampling defaults.
+      generation_config: content of generation_config.json, if there is one; of it the ids that end a sequence are
+        taken here.
 
     Raises:
       ModelError: a field is missing or holds what this build does not support.

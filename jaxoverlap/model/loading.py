@@ -11,9 +11,11 @@ Nothing here asks for a device: the weights are NumPy arrays, for the caller to 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -55,6 +57,10 @@ class ModelFiles:
     @property
     def config(self) -> ModelConfig:
         return self.checkpoint.config
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self.checkpoint.sampling_defaults
 
     @property
     def tokenizer_source(self) -> TokenizerSource:

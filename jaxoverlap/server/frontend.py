@@ -172,6 +172,7 @@ class FrontEnd:
             name=self._config.served_name or facts.name,
             tokenizer=tokenizer,
             limits=RequestLimits(facts.vocab_size, facts.max_model_len, facts.page_size, facts.num_pages),
+            sampling_defaults=facts.sampling_defaults,
         )
         gc.collect()
         gc.freeze()

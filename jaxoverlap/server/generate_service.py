@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,11 +43,16 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What a front end needs of the model; known when the engine is ready."""
+    """What a front end needs of the model; known when the engine is ready.
+
+    Attributes:
+      sampling_defaults: for what a message leaves out.
+    """
 
     name: str
     tokenizer: Tokenizer
     limits: RequestLimits
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def check_name(self, wanted: str) -> None:
         """Raises `InvalidRequestError` for another model's; an empty name is whatever is served."""
@@ -203,7 +208,7 @@ def _read(
     given: pb.Generation, model: ServedModel, limits: CallLimits, stream: bool
 ) -> tuple[np.ndarray, SamplingParams]:
     """A message's prompt and parameters, with the server's own limits applied."""
-    sampling = requests.sampling_params(given)
+    sampling = requests.sampling_params(given, model.sampling_defaults)
     if stream and sampling.num_samples > sampling.n:
         allowed = "which samples are the best is not known before the end; use n, or Generate"
         raise InvalidRequestError("best_of", sampling.best_of, allowed)

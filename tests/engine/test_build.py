@@ -58,6 +58,23 @@ def test_a_folder_s_end_that_only_special_tokens_map_names_ends_requests(tmp_pat
     assert built.engine.eos_token_ids == built.model_config.eos_token_ids == (7, EOS_ID)
 
 
+def test_what_a_model_recommends_is_taken_unless_it_can_not_be_or_is_not_wanted(tmp_path, caplog):
+    folder = write_tiny_model(tmp_path)
+    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    edit(folder / "generation_config.json", **values, min_p=7, max_new_tokens=9, do_sample=False)
+
+    def defaults(generation_config):
+        config = EngineConfig(model=folder, num_pages=64, generation_config=generation_config)
+        return build_engine(config, warm_up=False).sampling_defaults
+
+    with caplog.at_level(logging.WARNING, "jaxoverlap"):
+        assert defaults("auto") == values
+    assert "generation_config.json is not followed: min_p: 7" in caplog.text
+    assert defaults("off") == {}
+    with pytest.raises(ConfigError, match="generation_config: 'vllm' is not allowed; use one of auto, off"):
+        EngineConfig(generation_config="vllm")
+
+
 def test_too_many_end_ids_are_refused_before_weights_are_read(tmp_path):
     folder = write_tiny_model(tmp_path)
     edit(folder / "config.json", eos_token_id=list(range(20)))

@@ -86,6 +86,14 @@ def test_defaults_are_those_of_the_types():
     assert request_options(Generation(text="x")) == RequestOptions()
 
 
+def test_what_is_left_out_is_the_models_own():
+    recommended = {"temperature": 0.6, "top_k": 20, "min_p": 0.1}
+    assert sampling_params(Generation(text="x"), recommended) == SamplingParams(**recommended)
+    assert sampling_params(generation("x", None, NO_OPTIONS), recommended) == SamplingParams(**recommended)
+    params = SamplingParams(top_p=0.5)
+    assert sampling_params(generation("x", params, NO_OPTIONS), recommended) == params
+
+
 @pytest.mark.parametrize("name", ["temperature", "max_tokens", "repetition_penalty", "n"])
 def test_a_zero_is_a_zero(name):
     message = Generation(text="x")
