@@ -6,8 +6,9 @@ import dataclasses
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing
 from os import PathLike
 from typing import Any
 
@@ -191,8 +192,13 @@ class LLM:
                 yield self._input(prompt, ids, params, rest[0] if rest else DEFAULT_OPTIONS)
 
         window = window or 4 * self.resolved.scheduler.max_running
-        with display.generation_bar(None, shown=self._shows(None)) as bar:
-            yield from self._run(encoded(), window=window, bar=bar)
+        with (
+            display.generation_bar(None, shown=self._shows(None)) as bar,
+            closing(self._run(encoded(), window=window, bar=bar)) as results,
+        ):
+            for result in results:
+                bar.hide()  # the caller may print what it gets
+                yield result
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, options: RequestOptions | None = None
@@ -314,7 +320,7 @@ class LLM:
 
     def _run(
         self, inputs: Iterator[_Input | None], *, window: int | None, bar: display.GenerationBar
-    ) -> Iterator[tuple[int, RequestOutput | JaxOverlapError]]:
+    ) -> Generator[tuple[int, RequestOutput | JaxOverlapError], None, None]:
         """Keeps up to `window` inputs in work and yields each one's output when it is finished.
 
         An input whose grammar is still being compiled waits here, and what is in the engine goes on.
