@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -61,6 +62,42 @@ def test_ctrl_c_waits_for_the_end_however_often_it_comes():
     assert len(done) == 2
     assert isinstance(caught.value.__context__, ValueError)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_programs_own_handler_of_ctrl_c_is_called_after_the_block_as_often_as_it_came():
+    calls = []
+    usual = signal.signal(signal.SIGINT, lambda signum, frame: calls.append((signum, frame.f_code.co_name)))
+    try:
+        with interrupt_deferred(), interrupt_deferred():
+            press_ctrl_c()
+            press_ctrl_c()
+            assert not calls
+        assert calls == [(signal.SIGINT, "press_ctrl_c")] * 2
+        press_ctrl_c()
+        assert len(calls) == 3
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupt_deferred():
+            press_ctrl_c()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_an_event_loop_leaves_no_step_half_done(llm, times):  # noqa: F811
+    """The first cancels the task, at its next await; the second ends the call."""
+    finished = []
+
+    async def main():
+        finished.append(llm.generate([7], LONG))
+        await asyncio.sleep(60)
+
+    for _ in range(times):
+        before(llm.engine.loop.scheduler, "commit", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert len(finished) == (1 if times == 1 else 0)
+    assert_usable(llm)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
