@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import itertools
 import math
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -27,6 +29,7 @@ from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
 from jaxoverlap.prompts import ChatPrompt, Prompt, as_chat, is_chat, is_list_of_prompts, one_for_each
 from jaxoverlap.request import DEFAULT_OPTIONS, RequestOptions
+from jaxoverlap.runtime.runner import DeviceRunner
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 
@@ -74,6 +77,9 @@ class LLM:
         self._is_warm = False
         exit_seconds = math.inf if self.config.watchdog_exit_seconds is None else self.config.watchdog_exit_seconds
         self._watchdog = Watchdog(built.engine, seconds=self.config.watchdog_seconds, exit_seconds=exit_seconds)
+        self._let_go = weakref.finalize(self, _let_go, self._shared, self._watchdog, built.runner)
+        self._let_go.atexit = False  # see `_close_all`
+        _open.add(self)
         if warm_up:
             self.warm_up()
 
@@ -260,11 +266,10 @@ class LLM:
             return [record.to_dict() for record in self.engine.loop.log.last(last)]
 
     def close(self) -> None:
-        """Aborts what runs and lets go of the device's memory. Calling it twice is fine."""
-        if self._shared.close():
-            self._watchdog.stop()
-            self.runner.release()
-            self.engine.close()
+        """Aborts what runs and lets go of the device's memory. Calling it twice is fine. An LLM that nobody holds any
+        more, or that is open when the program ends, is closed."""
+        self._let_go()
+        self._watchdog.stop()
 
     def __enter__(self) -> LLM:
         return self
@@ -390,6 +395,26 @@ class LLM:
             del entering[index]
             if refused is not None:
                 yield index, refused
+
+
+def _let_go(shared: SharedEngine, watchdog: Watchdog, runner: DeviceRunner) -> None:
+    """The end of an LLM that is closed, or that nobody holds any more: once, and in any thread."""
+    shared.close()
+    watchdog.stop(wait=False)
+    runner.release()
+    shared.engine.close()
+
+
+_open: weakref.WeakSet[LLM] = weakref.WeakSet()
+_EXIT_SECONDS = 10.0
+
+
+@atexit.register  # later than jax's own, so called before it
+def _close_all() -> None:
+    """A thread that is in the device's code when the interpreter ends would abort the process."""
+    for llm in list(_open):
+        if llm._shared.close(_EXIT_SECONDS):
+            llm.close()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -168,12 +168,14 @@ class SharedEngine:
                 self._callers.pop(sample.request.request_id, None)
                 self.engine.abort(sample.request)
 
-    def close(self) -> bool:
-        """Forgets all callers. False when it was closed before."""
-        with self.lock:
-            was_open, self.is_closed = not self.is_closed, True
-            self._callers.clear()
-            return was_open
+    def close(self, seconds: float = -1.0) -> bool:
+        """Ends all calls with the step under way. False if that takes longer than so many seconds; -1 is no limit."""
+        self.is_closed = True
+        if not self.lock.acquire(timeout=seconds):
+            return False
+        self._callers.clear()
+        self.lock.release()
+        return True
 
     def check_open(self) -> None:
         if self.is_closed:
