@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
-from jaxoverlap.errors import ConfigError
+from jaxoverlap.errors import ConfigError, shortened
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.scheduler.config import SchedulerConfig
 
@@ -142,7 +142,7 @@ class EngineConfig:
         for name in ("model", "compile_cache"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str | PathLike) or not str(value)):
-                raise ConfigError(f"{name}: {value!r} is not allowed; use a path or a name, or leave it out")
+                raise ConfigError(f"{name}: {shortened(value)} is not allowed; use a path or a name, or leave it out")
         if self.num_pages is not None and self.kv_memory_gib is not None:
             raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
         _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
@@ -315,14 +315,14 @@ class ResolvedConfig:
 
 def _check_choice(name: str, value: Any, allowed: tuple[str | bool | None, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not allowed; use one of {', '.join(map(str, allowed))}")
+        raise ConfigError(f"{name}: {shortened(value)} is not allowed; use one of {', '.join(map(str, allowed))}")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name}: {value!r} is not allowed; use an integer from {low} to {high}")
+        raise ConfigError(f"{name}: {shortened(value)} is not allowed; use an integer from {low} to {high}")
 
 
 def _check_fraction(name: str, value: Any, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high:
-        raise ConfigError(f"{name}: {value!r} is not allowed; use a number above 0, at most {high:g}")
+        raise ConfigError(f"{name}: {shortened(value)} is not allowed; use a number above 0, at most {high:g}")

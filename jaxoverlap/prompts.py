@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxoverlap.checks import check_bool
 from jaxoverlap.errors import InvalidRequestError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +100,19 @@ def is_list_of_prompts(prompts: Any) -> bool:
     return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray | ChatPrompt)
 
 
+def one_of(name: str, given: Any, kind: type[T], default: T | None = None) -> T:
+    """`given`, which is one of `kind`; None is `default`."""
+    if given is None:
+        return default  # type: ignore[return-value]  # None where None is meant
+    if not isinstance(given, kind):
+        raise InvalidRequestError(name, given, f"use a {kind.__name__}")
+    return given
+
+
 def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type, default: Any = None) -> Sequence[Any]:
     """`given` for each prompt: one of `kind` is for all, None is `default`, a list has one for each."""
     if given is None or isinstance(given, kind):
-        return [default if given is None else given] * len(prompts)
+        return [one_of(name, given, kind, default)] * len(prompts)
     if not isinstance(given, list | tuple):
         raise InvalidRequestError(name, given, f"use a {kind.__name__}, or a list of them")
     for index, one in enumerate(given):
@@ -112,6 +123,14 @@ def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type, defa
             name, f"{len(given)} of them", f"use one for all, or one for each of the {len(prompts)} prompts"
         )
     return given
+
+
+def in_list(error: InvalidRequestError, index: int) -> InvalidRequestError:
+    """An error of one request of a list, its field named by the prompt's place: ``prompts[2][5]`` for ``prompt[5]``,
+    ``prompts[2].min_tokens`` for any other."""
+    of_prompt = error.field == "prompt" or error.field.startswith("prompt[")
+    path = error.field.removeprefix("prompt") if of_prompt else f".{error.field}"
+    return InvalidRequestError(f"prompts[{index}]{path}", error.value, error.allowed)
 
 
 def checked_messages(messages: Any) -> Sequence[Mapping[str, Any]]:

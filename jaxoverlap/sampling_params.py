@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from jaxoverlap.checks import check_bool, check_float32, check_ids, check_int
-from jaxoverlap.errors import InvalidRequestError, UnsupportedError
+from jaxoverlap.errors import InvalidRequestError, UnsupportedError, shortened
 from jaxoverlap.prompts import ChatPrompt, Prompt
 
 GREEDY_BELOW = 1e-5
@@ -279,7 +279,8 @@ def _check_bias(bias: Any) -> dict[int, float]:
     for key, value in bias.items():
         # JSON's keys are texts.
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
-        check_int(f"logit_bias[{key!r}]", token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
-        check_float32(f"logit_bias[{key!r}]", value, -100.0, 100.0, "a number from -100 to 100")
+        name = f"logit_bias[{shortened(key)}]"
+        check_int(name, token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
+        check_float32(name, value, -100.0, 100.0, "a number from -100 to 100")
         checked[int(token_id)] = float(value)
     return checked

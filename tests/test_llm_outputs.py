@@ -323,7 +323,11 @@ def test_special_tokens_are_shown_to_who_has_given_tools(chatty):
 def test_a_bad_chat_is_refused_before_anything_runs(chatty):
     for messages, options, field in (
         ([], {}, "messages"),
-        ([[*USER, {"role": "user"}]], {}, r"messages\[1\].content"),
+        ([*USER, {"role": "user"}], {}, r"messages\[1\].content"),
+        ([USER, [*USER, {"role": "user"}]], {}, r"prompts\[1\].messages\[1\].content"),
+        ([USER, 5], {}, r"prompts\[1\].messages: 5"),
+        (5, {}, "messages: 5"),
+        ("hello", {}, "messages: 'hello'"),
         (USER, {"tools": "f"}, "tools"),
         (USER, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ):

@@ -13,7 +13,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 
@@ -57,10 +59,24 @@ class SharedEngine:
     def queue_is_full(self) -> bool:
         return self.engine.queue_is_full
 
-    def check(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray:
-        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does."""
+    def check(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        compiling: Future[CompiledConstraint] | None,
+    ) -> np.ndarray:
+        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does.
+
+        Args:
+          compiling: what `Engine.compile_constraint` gave for these parameters; it is waited for.
+        """
         hidden_stops(self._tokenizer, sampling)
-        return self.engine.check(prompt_ids, sampling)
+        prompt = self.engine.check(
+            prompt_ids, replace(sampling, structured_output=None)
+        )  # which would compile it again
+        if compiling is not None:
+            compiling.result()
+        return prompt
 
     def add(
         self,
