@@ -103,7 +103,8 @@ class EngineConfig:
         and the stacks of all threads are logged and a server is no longer healthy; infinity watches nothing.
       watchdog_exit_seconds: how much longer than that before the process ends, with exit code 3. None is 30 for
         commands and servers and infinity, never, for an `LLM` in a program of somebody else.
-      compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
+      compile_cache: folder of JAX's persistent compilation cache; None is the one that JAX was told to use, or else the
+        user's cache folder; "off" adds none. It is one for the whole process: that of the engine that was built last.
 
     Raises:
       ConfigError: a value of the wrong type or out of range.

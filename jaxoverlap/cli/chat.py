@@ -180,7 +180,7 @@ def _lines(interactive: bool) -> Iterator[str]:
         import readline  # noqa: F401  lines can then be edited, and called back
     while True:
         try:
-            line = input("> ") if interactive else sys.stdin.readline()
+            line = _typed() if interactive else sys.stdin.readline()
         except EOFError:
             print(file=sys.stderr)
             return
@@ -194,3 +194,11 @@ def _lines(interactive: bool) -> Iterator[str]:
         if not interactive and not line:
             return
         yield line.removesuffix("\n").removesuffix("\r")
+
+
+def _typed() -> str:
+    """A line from the terminal. The prompt is no answer, so where those go into a file it does not."""
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()

@@ -77,16 +77,17 @@ def generate(
     texts = read_prompts(prompts or ["-"])
     options = RequestOptions(**treatment.values())
     asked = chat.prompts(texts)
-    settings = engine.settings(**_fitting(texts, chat.chat, params.num_samples))
+    # Which steps there are must not depend on the prompts where every bit counts.
+    fitting = {} if engine.deterministic else _fitting(texts, chat.chat, params.num_samples)
+    settings = engine.settings(**fitting)
 
     with command.load_llm(settings, progress=None, quiet=quiet, warm_up=False) as llm:
         for index, prompt in enumerate(asked):
             _check(llm, prompt, params, index, len(asked))
         command.warm_up_llm(llm)
         with command.traced(llm, trace):
-            return show_answers(
-                llm, asked, texts, params, options, together=settings["max_running"], as_json=as_json, quiet=quiet
-            )
+            together = llm.resolved.scheduler.max_running
+            return show_answers(llm, asked, texts, params, options, together=together, as_json=as_json, quiet=quiet)
 
 
 def check_shown(params: SamplingParams, as_json: bool) -> None:

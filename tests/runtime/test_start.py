@@ -222,6 +222,35 @@ _SETTINGS = (
 )
 
 
+@pytest.mark.parametrize("program", [None, "told"])
+def test_an_engine_that_wants_another_cache_or_none_does_not_get_the_one_before(tmp_path, monkeypatch, program):
+    before = {name: getattr(jax.config, name) for name in _SETTINGS}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    try:
+        told = program and str(tmp_path / program)
+        jax.config.update(_SETTINGS[0], told)
+        settings = [told, *list(before.values())[1:]]
+        for folder, expected in (
+            (tmp_path / "a", tmp_path / "a"),
+            ("off", None),
+            (tmp_path / "b", tmp_path / "b"),
+            (None, tmp_path / (program or "home/jaxoverlap/xla")),
+            (tmp_path / "b", tmp_path / "b"),
+            ("off", None),
+        ):
+            assert compile_cache.enable(folder) == expected
+            now = [getattr(jax.config, name) for name in _SETTINGS]
+            assert now == (settings if folder == "off" else [str(expected), 0.0, -1])
+        compile_cache.enable(tmp_path / "a")
+        jax.config.update(_SETTINGS[0], str(tmp_path / "later"))  # by the program
+        assert compile_cache.enable("off") is None
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "later")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"compile_cache: .*file/cache"):
