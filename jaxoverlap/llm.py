@@ -363,7 +363,7 @@ class LLM:
                     yield delta
                     if delta.output is not None:
                         return
-                self._shared.step()
+                self._shared.step(unless=collector.deltas)
         finally:
             self._shared.leave([collector])
 

@@ -108,7 +108,7 @@ def run(
                 else:
                     time.sleep(_NOTHING_NOW_SECONDS)
                 continue
-            new_tokens = shared.step()
+            new_tokens = shared.step(unless=finished)
             on_step(finished=len(finished), new_tokens=new_tokens)
             while finished:
                 collector = finished.popleft()

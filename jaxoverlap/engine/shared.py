@@ -11,8 +11,9 @@ what it had committed is lost, and who waits for it would wait forever.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -30,6 +31,9 @@ from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.text.stop_strings import hidden_stops
 from jaxoverlap.text.tokenizer import Tokenizer
 
+_LET_OTHERS_SECONDS = 20e-6
+"""Enough for a thread that waits for a lock to wake up and take it."""
+
 
 class SharedEngine:
     """Adds the text side to an engine.
@@ -45,6 +49,8 @@ class SharedEngine:
         self.is_closed = False
         self._tokenizer = tokenizer
         self._stopped_by: BaseException | None = None
+        self._waiting: set[int] = set()
+        """Threads that want the lock for a step or a prompt."""
         self._is_busy = False
         self._leaving: deque[PromptCollector] = deque()
         """To be let go when the engine is not busy."""
@@ -105,7 +111,7 @@ class SharedEngine:
             compiled = compiled.behind(self.engine.limits.check_prompt(prompt_ids))
         collector = None
         try:
-            with self.lock, interrupt_deferred():
+            with self._turn(), interrupt_deferred():
                 self.check_open()
                 with self._busy():
                     requests = self.engine.add_samples(prompt_ids, sampling, options, compiled)
@@ -118,16 +124,33 @@ class SharedEngine:
             raise
         return collector
 
-    def step(self) -> int:
+    def step(self, unless: Sized = ()) -> int:
         """One step of the engine, for all callers. Returns the number of new tokens.
+
+        Args:
+          unless: nothing is done if it has something in it when it is this caller's turn: others' steps brought it.
 
         Raises:
           EngineError: it is closed, or the engine has failed, now or before.
           KeyboardInterrupt: Ctrl-C; the step is done.
         """
-        with self.lock, interrupt_deferred():
+        with self._turn(), interrupt_deferred():
             self.check_open()
-            return self._step()
+            return 0 if unless else self._step()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Holds the lock. It is nobody's who waits longest, so who has had it lets others go first."""
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            with self.lock:
+                self._waiting.discard(me)
+                yield
+        finally:
+            self._waiting.discard(me)
+            if self._waiting:
+                time.sleep(_LET_OTHERS_SECONDS)
 
     def _step(self) -> int:
         try:

@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 import threading
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -191,6 +193,27 @@ def test_a_fault_in_collecting_is_told_to_all_callers(monkeypatch):
             thread.join(10)
     assert len(results) == 3
     assert all("ValueError: no such text" in text for text in results)
+
+
+def test_who_was_brought_on_by_others_steps_does_not_step(llm):  # noqa: F811
+    stream = llm.stream([7], LONG)
+    next(stream)
+    launches = llm.runner.num_launches
+    assert llm._shared.step(unless=["news"]) == 0 and llm.runner.num_launches == launches
+    assert llm._shared.step(unless=[]) == 1
+    stream.close()
+
+
+def test_a_stream_gets_its_tokens_one_by_one_beside_a_thread_that_generates(llm):  # noqa: F811
+    llm.runner.step_seconds = 0.005
+    thread = threading.Thread(target=lambda: llm.generate([[1]] * 3, LONG))
+    thread.start()
+    moments = []
+    for _ in llm.stream([7], SamplingParams(temperature=0, seed=1, max_tokens=60, ignore_eos=True)):
+        moments.append(time.perf_counter())
+    thread.join(30)
+    at_once = sum(later - earlier < 0.001 for earlier, later in pairwise(moments))
+    assert at_once < len(moments) / 3, "two or three at a time"
 
 
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_leaves_after_it(llm):  # noqa: F811
