@@ -128,7 +128,7 @@ class LLM:
 
         Raises:
           InvalidRequestError: a prompt or its parameters can't be served; nothing has been decoded.
-          EngineError: the engine failed.
+          EngineError: the engine failed, or the LLM is closed.
           KeyboardInterrupt: Ctrl-C; what was running is aborted and the engine can be used again.
         """
         is_list = is_list_of_prompts(prompts)
