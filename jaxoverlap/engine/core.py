@@ -316,7 +316,7 @@ class EngineCore:
     def _enter(self, entry: Entry, compiling: Future[CompiledConstraint] | None) -> None:
         link, key = entry.link, entry.key
         try:
-            compiled = None if compiling is None else compiling.result().behind(entry.prompt)
+            compiled = None if compiling is None else compiling.result()
         except Exception as error:
             self._refuse(link, key, error)
             return

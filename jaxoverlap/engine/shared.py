@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
@@ -77,9 +76,7 @@ class SharedEngine:
           compiling: what `Engine.compile_constraint` gave for these parameters; it is waited for.
         """
         hidden_stops(self._tokenizer, sampling)
-        prompt = self.engine.check(
-            prompt_ids, replace(sampling, structured_output=None)
-        )  # which would compile it again
+        prompt = self.engine.check(prompt_ids, sampling)
         if compiling is not None:
             compiling.result()
         return prompt
@@ -107,8 +104,6 @@ class SharedEngine:
         hidden_stops(self._tokenizer, sampling)
         if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
-        if compiled is not None:
-            compiled = compiled.behind(self.engine.limits.check_prompt(prompt_ids))
         collector = None
         try:
             with self._turn(), interrupt_deferred():
