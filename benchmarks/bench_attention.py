@@ -109,7 +109,7 @@ def main() -> None:
         naive_ms = {"naive ms": theirs["ms"], "naive least": theirs["least"]}
         rows.append({"case": repr(case), **ours, **naive_ms, "ratio": ratio})
     report.show("Attention over pages, per layer", rows)
-    report.write(args.json, "attention", {"rows": rows})
+    report.write(args.json, "attention", {"rows": rows}, keys={"rows": ["case"]})
 
 
 if __name__ == "__main__":

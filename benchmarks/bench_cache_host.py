@@ -333,7 +333,8 @@ def main() -> None:
     report.show("A prompt against trees (medians of µs)", results["prompts"], "grows with the prompt, not the tree")
     report.show(f"Planning with {args.queue} requests in the queue beside 100", results["queue"], "flat: ratio near 1")
     report.show("What visits the whole tree", [results["pauses"]])
-    report.write(args.json, "cache_host", results)
+    keys = {"decode": ["cache"], "prompts": ["prompt pages", "µs"], "queue": ["case"]}
+    report.write(args.json, "cache_host", results, keys=keys)
 
 
 if __name__ == "__main__":

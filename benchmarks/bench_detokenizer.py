@@ -98,7 +98,7 @@ def main() -> None:
     rows = measure("SmolLM2", Tokenizer.from_source(open_model(None).tokenizer_source), args.repeats)
     rows += measure("sentencepiece kind", word_tokenizer(llama2_decoder(), byte_fallback=True), args.repeats)
     report.show("A token on its way out (CPU time, best of the repeats)", rows, "bar: late / early at most 1.1")
-    report.write(args.json, "detokenizer", {"rows": rows})
+    report.write(args.json, "detokenizer", {"rows": rows}, keys={"rows": ["tokenizer", "what"]})
 
 
 if __name__ == "__main__":

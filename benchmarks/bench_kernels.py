@@ -297,7 +297,8 @@ def main() -> None:
     if not on_gpu:
         note += "; interpreted without a GPU: the times mean nothing"
     report.show("Kernels, per call", rows, note)
-    report.write(args.json, "kernels", {"rows": rows, "note": note, "measured": on_gpu})
+    results = {"rows": rows, "note": note, "measured": on_gpu}
+    report.write(args.json, "kernels", results, keys={"rows": ["case"]})
     wrong = [row["case"] for row in rows if not row["right"]]
     if wrong:
         raise SystemExit(f"wrong: {', '.join(wrong)}")

@@ -186,9 +186,9 @@ def main() -> None:
                 outcome["over alone"] = outcome["during p99 ms"] / outcome["alone p99 ms"]
                 outcome["CPU over alone"] = outcome["during CPU p99 ms"] / outcome["alone CPU p99 ms"]
             rows.append({"schedule": schedule, "mixed tokens": mixed if schedule == "overlap" else "", **outcome})
-            report.write(
-                args.json, "long_prompt", {"settings": settings, "rows": rows}
-            )  # a run takes long; what is there is kept
+            keys = {"rows": ["schedule", "mixed tokens"]}
+            # A run takes long; what is there is kept.
+            report.write(args.json, "long_prompt", {"settings": settings, "rows": rows}, keys=keys)
     title = f"{args.prompt_len} prompt tokens among {ROWS} decoding rows, SmolLM2-135M"
     kept = ("schedule", "mixed tokens", "steps", "first token s", "row length", "ratio", "CPU ratio", "over after")
     kept += ("over alone", "CPU over alone")

@@ -207,7 +207,8 @@ def main() -> None:
     )
     if not args.no_real:
         results |= on_this_device(args)
-    report.write(args.json, "overlap", results)
+    keys = {"toy": ["G/C"], "real": ["model", "rows"], "boundaries": ["boundary"]}
+    report.write(args.json, "overlap", results, keys=keys)
 
 
 def on_this_device(args: Any) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def main() -> None:
                 play(arms[name], chats)
             rows = [summary("on", arms["on"], arms["off"], page), summary("off", arms["off"], arms["on"], page)]
             # A run takes minutes; what is there is kept.
-            report.write(args.json, "prefix_cache", {"settings": settings, "rows": rows})
+            results = {"settings": settings, "rows": rows}
+            report.write(args.json, "prefix_cache", results, keys={"rows": ["cache"]})
     low, high = args.system
     title = f"{args.requests} requests, {args.rate} a second; system prompts of {low}–{high} tokens, {args.turns} turns"
     first = ("cache", "requests", "prompt tokens", "hit rate", "computed", "ideal", "ideal, pages", "same")

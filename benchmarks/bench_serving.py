@@ -50,6 +50,11 @@ PLOTS = {
     ]
 }
 """By mode, what a report draws of its tables."""
+KEYS = {
+    "sweep": {"rows": ["rate"]},
+    "overhead": {"rows": ["streams"]},
+    "soak": {"counts": [], "memory": ["process"], "samples": ["seconds"]},
+}
 
 
 class Server:
@@ -133,8 +138,8 @@ def work_of(args: argparse.Namespace, count: int, seed: int = 0) -> list[load.Wo
 async def sweep(args: argparse.Namespace, target: str) -> list[dict[str, Any]]:
     rows = []
     async with AsyncClient(target, progress=False) as client:
-        for rate in args.rates:
-            work = work_of(args, args.requests)
+        for seed, rate in enumerate(args.rates):
+            work = work_of(args, args.requests, seed)  # other prompts, or the prefix cache would do the work
             moments = load.arrivals(len(work), rate, args.burst)
             outcomes, seconds = await load.run(client, work, moments)
             first, token = args.first_token_ms / 1e3, args.token_ms / 1e3
@@ -326,7 +331,7 @@ def main() -> None:
     else:
         report.show("The price of serving", results["rows"], "bars: throughput ratio ≥ 0.95, host ratio ≤ 1.15")
     results["plots"] = PLOTS.get(args.mode, [])
-    report.write(args.json, f"serving {args.mode}", results)
+    report.write(args.json, f"serving {args.mode}", results, keys=KEYS[args.mode])
 
 
 if __name__ == "__main__":

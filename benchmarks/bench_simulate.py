@@ -104,7 +104,8 @@ def main() -> None:
                 row |= {name: seen, f"{name} predicted": found[name], f"{name} ratio": found[name] / seen}
             rows.append(row)
         report.show(f"Predicted ÷ measured, {rate:g} requests a second", [_short(row) for row in rows], str(speeds))
-    report.write(args.json, "simulate", {"rows": rows, "speeds of the last rate": asdict(speeds)})
+    results = {"rows": rows, "speeds of the last rate": asdict(speeds)}
+    report.write(args.json, "simulate", results, keys={"rows": ["rate", "schedule", "lookahead"]})
 
 
 def _given(config: EngineConfig) -> dict[str, Any]:

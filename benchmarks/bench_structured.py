@@ -236,7 +236,7 @@ def main() -> None:
         report.show("Decode steps of next to no model", batch)
     compiler.close()
     results = {"first_seconds": first, "host": costs, "door": monsters, "neighbours": batches}
-    report.write(args.json, "structured", results)
+    report.write(args.json, "structured", results, keys={"host": ["grammar"], "door": ["schema"]})
 
 
 if __name__ == "__main__":

@@ -106,7 +106,8 @@ def _write(args: Any, rows: list[dict[str, Any]]) -> None:
         "log": True,
     }
     settings = {"threads": args.threads, "repeats": args.repeats, "new tokens": args.new_tokens}
-    report.write(args.json, "throughput", {"settings": settings, "rows": rows, "plots": [plot]})
+    results = {"settings": settings, "rows": rows, "plots": [plot]}
+    report.write(args.json, "throughput", results, keys={"rows": ["batch"]})
 
 
 def _same(ours: list[int], theirs: list[int]) -> int:

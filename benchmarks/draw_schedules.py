@@ -96,7 +96,8 @@ def main() -> None:
     save(to_figure(traces, start_ms=starts, length_ms=args.length_ms), str(args.folder / "schedules.svg"))
     report.show("The same six requests", rows)
     report.show("Moments of a token, ms after its step was launched", moments)
-    report.write(args.json, "schedules", {"rows": rows, "moments": moments})
+    keys = {"rows": ["schedule"], "moments": ["schedule"]}
+    report.write(args.json, "schedules", {"rows": rows, "moments": moments}, keys=keys)
 
 
 if __name__ == "__main__":

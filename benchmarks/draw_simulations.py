@@ -71,7 +71,8 @@ def main() -> None:
     }
     for name, lines in results.items():
         report.show(name, lines)
-    report.write(args.json, "simulations", results)
+    keys = {name: ["rows", "requests", "GPUs", "schedule"] for name in results}
+    report.write(args.json, "simulations", results, keys=keys)
     draw(results, args.picture)
 
 

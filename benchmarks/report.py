@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ def show(title: str, rows: Sequence[dict[str, Any]], note: str = "") -> None:
     Console(width=140).print(table)
 
 
-def write(path: Path | None, name: str, results: dict[str, Any]) -> None:
+def write(path: Path | None, name: str, results: dict[str, Any], *, keys: Mapping[str, Sequence[str]]) -> None:
+    """Args: keys: of each table the columns that say which row is which, for `jaxoverlap bench --compare`."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"benchmark": name, "environment": environment(), **results}, indent=2) + "\n")
+        whole = {"benchmark": name, "environment": environment(), **results, "keys": keys}
+        path.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 def _cell(value: Any) -> str:

@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal
 
-from jaxoverlap.errors import ConfigError
+from jaxoverlap.errors import ConfigError, shortened
 from jaxoverlap.request import RequestLimits
 from jaxoverlap.scheduler.config import SchedulerConfig
 
 ATTENTION = ("auto", "xla", "triton", "mosaic")
 DTYPES = ("auto", "float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
+GENERATION_CONFIGS = ("auto", "off")
 SCHEDULES = ("overlap", "timeslice", "serial")
 MAX_PREFILL_ROWS = 16
+MAX_MODEL_LEN = 2**24
+MAX_RUNNING = 65_536
+MAX_LOOKAHEAD = 64
 
 
 @dataclass(frozen=True)
@@ -48,23 +52,30 @@ class EngineConfig:
     Attributes:
       model: a folder with safetensors, a ``.gguf`` file or a Hugging Face hub id. None is the embedded default,
         SmolLM2-135M-Instruct.
+      generation_config: "auto" takes what a request leaves out (temperature, top_p, top_k, min_p, repetition_penalty)
+        from the model's generation_config.json, where it says something; "off" takes the defaults of `SamplingParams`.
       dtype: of weights and activations. "auto" is float32 on a CPU, bfloat16 on a GPU.
       kv_cache_dtype: of KV pages; "auto" is `dtype`. "fp8" (e4m3) and "int8" take about half the memory of bfloat16:
         codes of 8 bits, and a float32 scale for each position and KV head. docs/kernels.md has what they cost in
         accuracy.
       max_model_len: longest prompt + outputs in tokens; None is the model's own. Where the model's rope
         scaling reaches further, so may it: the original context times the factor (yarn), the own one times it (linear).
+        Some models with linear scaling name a context with the factor in it (deepseek-coder): leave theirs as it is.
       max_running: requests that decode together at most; None is 32 on a CPU, 256 on a GPU.
       max_batched_tokens: prompt tokens in one step at most; longer prompts run in chunks. None is 512 on a CPU,
         2048 on a GPU; 32 and 128 for a deterministic engine.
       min_prefill_tokens: prompt tokens of the smallest step that is compiled for prompts alone; fewer are computed as
-        if they were so many. Each doubling of it up to `max_batched_tokens` is a step less to compile at start.
+        if they were so many. Each doubling of it up to `max_batched_tokens` is a step less to compile at start. A
+        deterministic engine has one step, whatever this is.
       page_size: tokens in a KV page.
       num_pages: KV pages; None takes what `kv_memory_gib` holds.
       kv_memory_gib: memory for KV pages. None is 2 GiB on a CPU (less where memory is short), and on a GPU
-        `gpu_memory_fraction` of the device less what is taken once the weights are loaded and what the penalties and
+        what `gpu_memory_fraction` allows less what is taken once the weights are loaded and what the penalties and
         biases of all rows would take.
-      gpu_memory_fraction: in (0, 1].
+      gpu_memory_fraction: in (0, 1], the share of the GPU's memory that is used: for weights, KV pages, and a tenth of
+        it for what steps need meanwhile. Commands and servers let JAX preallocate so much; in a program of somebody
+        else JAX has what XLA_CLIENT_MEM_FRACTION says, 0.75 by default, and more is not used. Beside `num_pages` or
+        `kv_memory_gib`, which say how large the pool is, it is no more than what JAX preallocates.
       schedule: "overlap" launches a step before the last one is read and mixes prompt chunks with decoding rows;
         "timeslice" alternates prefill and decode steps and reads each at once; "serial" runs prompts first. They are
         presets of the next three, which may be set one by one.
@@ -72,14 +83,15 @@ class EngineConfig:
       mixed_steps: prompt chunks share steps with the decoding rows.
       max_prefill_streak: prefill steps between two decode steps, where they are not mixed.
       max_mixed_tokens: prompt tokens in a step with decoding rows at most; what they wait for. Tokens far into a long
-        prompt count more. None is 64 on a CPU, 512 on a GPU.
+        prompt count more. None is 64 on a CPU, 512 on a GPU. Without effect where steps are not mixed.
       decode_wait_ms: where steps are not mixed, prefill gives way once decoding rows have waited so long.
       prompt_wait_ms: once the first in the queue has waited so long, a younger request that had its turn is preempted
         for it. Infinity never does that.
       headroom: tokens that a request gets at least before it may be preempted; doubled by the first three times.
       prefix_cache: keep the KV of what was computed for prompts that begin with it. None is on, except for models
         whose every layer has a sliding window: there pages that fall out of it are freed instead.
-      cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`.
+      cache_aware_order: admit the longest cached prefix first, within `prompt_wait_ms`; without effect where a model's
+        sliding windows leave no cache.
       deterministic: the tokens and log-probabilities of a request are bit for bit the same whatever its neighbours, its
         chunks, the schedule, the cache and preemption, on the same device: every step has the same shape, and prompts
         attend as decoding rows do. Slower, for prompts above all.
@@ -91,13 +103,15 @@ class EngineConfig:
         and the stacks of all threads are logged and a server is no longer healthy; infinity watches nothing.
       watchdog_exit_seconds: how much longer than that before the process ends, with exit code 3. None is 30 for
         commands and servers and infinity, never, for an `LLM` in a program of somebody else.
-      compile_cache: folder of JAX's persistent compilation cache; None is the user's cache folder, "off" is none.
+      compile_cache: folder of JAX's persistent compilation cache; None is the one that JAX was told to use, or else the
+        user's cache folder; "off" adds none. It is one for the whole process: that of the engine that was built last.
 
     Raises:
       ConfigError: a value of the wrong type or out of range.
     """
 
     model: str | PathLike[str] | None = None
+    generation_config: Literal["auto", "off"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8", "int8"] = "auto"
     max_model_len: int | None = None
@@ -129,19 +143,20 @@ class EngineConfig:
         for name in ("model", "compile_cache"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str | PathLike) or not str(value)):
-                raise ConfigError(f"{name}: {value!r} is not allowed; use a path or a name, or leave it out")
+                raise ConfigError(f"{name}: {shortened(value)} is not allowed; use a path or a name, or leave it out")
         if self.num_pages is not None and self.kv_memory_gib is not None:
             raise ConfigError("num_pages and kv_memory_gib both say how large the KV pool is; use one of them")
+        _check_choice("generation_config", self.generation_config, GENERATION_CONFIGS)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         _check_choice("schedule", self.schedule, SCHEDULES)
         _check_choice("attention", self.attention, ATTENTION)
         for name, low, high in (
-            ("max_model_len", 2, 2**24),
-            ("max_running", 1, 65_536),
+            ("max_model_len", 2, MAX_MODEL_LEN),
+            ("max_running", 1, MAX_RUNNING),
             ("max_batched_tokens", 1, 2**20),
             ("num_pages", 1, 2**30),
-            ("lookahead", 0, 64),
+            ("lookahead", 0, MAX_LOOKAHEAD),
             ("max_prefill_streak", 1, 2**20),
             ("max_mixed_tokens", 1, 2**20),
             ("max_queue", 1, 2**30),
@@ -163,10 +178,28 @@ class EngineConfig:
             _check_fraction("watchdog_exit_seconds", self.watchdog_exit_seconds, math.inf)
         if self.kv_memory_gib is not None:
             _check_fraction("kv_memory_gib", self.kv_memory_gib, 1e6)
+        if self.cache_aware_order and self.prefix_cache is False:
+            raise ConfigError(
+                "cache_aware_order: True is not allowed with prefix_cache False; it goes by what is cached"
+            )
         if self.cache_aware_order and math.isinf(self.prompt_wait_ms):
             raise ConfigError(
                 "prompt_wait_ms: inf is not allowed with cache_aware_order; it bounds how long others pass"
             )
+
+    @property
+    def without_effect(self) -> dict[str, str]:
+        """Settings that change nothing beside the others, and why."""
+        is_mixed = PRESETS[self.schedule].mixed_steps if self.mixed_steps is None else self.mixed_steps
+        found: dict[str, str] = {}
+        if is_mixed:
+            found |= dict.fromkeys(("max_prefill_streak", "decode_wait_ms"), "prompts share steps with decoding rows")
+        else:
+            found["max_mixed_tokens"] = "prompts have steps of their own"
+        if self.deterministic:
+            found["min_prefill_tokens"] = "a deterministic engine has one step"
+        defaults = type(self)
+        return {name: why for name, why in found.items() if getattr(self, name) != getattr(defaults, name)}
 
     def rows_on(self, platform: str) -> int:
         """`max_running`, decided."""
@@ -239,6 +272,7 @@ class EngineConfig:
                 max_queue=self.max_queue,
                 deterministic=self.deterministic,
             ),
+            platform=platform,
             schedule=self.schedule,
             lookahead=preset.lookahead if self.lookahead is None else self.lookahead,
             attention="xla" if on_cpu and self.attention == "auto" else self.attention,
@@ -251,6 +285,7 @@ class ResolvedConfig:
     """An engine's settings with nothing left to decide, save that `DeviceRunner` knows what "auto" attention is."""
 
     scheduler: SchedulerConfig
+    platform: str
     schedule: str
     lookahead: int
     attention: str
@@ -281,14 +316,14 @@ class ResolvedConfig:
 
 def _check_choice(name: str, value: Any, allowed: tuple[str | bool | None, ...]) -> None:
     if value not in allowed:
-        raise ConfigError(f"{name}: {value!r} is not allowed; use one of {', '.join(map(str, allowed))}")
+        raise ConfigError(f"{name}: {shortened(value)} is not allowed; use one of {', '.join(map(str, allowed))}")
 
 
 def _check_int(name: str, value: Any, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(f"{name}: {value!r} is not allowed; use an integer from {low} to {high}")
+        raise ConfigError(f"{name}: {shortened(value)} is not allowed; use an integer from {low} to {high}")
 
 
 def _check_fraction(name: str, value: Any, high: float) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high:
-        raise ConfigError(f"{name}: {value!r} is not allowed; use a number above 0, at most {high:g}")
+        raise ConfigError(f"{name}: {shortened(value)} is not allowed; use a number above 0, at most {high:g}")

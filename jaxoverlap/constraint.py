@@ -13,6 +13,7 @@ The rules, for who calls:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -46,6 +47,11 @@ class TokenConstraint(Protocol):
 
 class CompiledConstraint(Protocol):
     """What a request's text must be, compiled; each of its samples starts from here."""
+
+    def behind(self, prompt_ids: Sequence[int] | np.ndarray) -> CompiledConstraint:
+        """The same for this prompt, on which it may depend what the first token adds to the text. Without it, a
+        prompt with some text is taken for granted."""
+        ...
 
     def start(self) -> TokenConstraint:
         """A constraint of its own at the beginning of a text; takes microseconds."""

@@ -1,8 +1,14 @@
-"""Progress shown on a terminal, on standard error, and nowhere else."""
+"""Progress shown on a terminal, on standard error, and nowhere else.
+
+Standard output is never touched: what a program prints goes where it would go without a bar. There is one bar at a
+time; who comes while another is shown goes without.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -14,20 +20,34 @@ Item = TypeVar("Item")
 
 console = Console(stderr=True)
 
+_HIDDEN_SECONDS = 0.1
+"""How long a bar stays away at least once it was hidden, so that hiding it for each of many outputs costs nothing."""
+_terminal = threading.Lock()
+"""Held while a bar is shown."""
+
 
 def is_wanted(progress: bool | None) -> bool:
-    """None means: when someone is watching."""
+    """None means: when someone is watching. Whatever is wanted, there is nothing to show it on if standard error is
+    closed, or is neither a terminal nor a notebook's."""
+    if sys.stderr is None or sys.stderr.closed or not (console.is_interactive or console.is_jupyter):
+        return False
     return sys.stderr.isatty() if progress is None else progress
 
 
 def track_warm_up(shapes: Iterable[Item], count: int) -> Iterator[Item]:
     """Shows which step shape is being compiled."""
-    with _progress() as bar:
-        task = bar.add_task("compiling", total=count, note="")
-        for shape in shapes:
-            bar.update(task, note=str(shape))
-            yield shape
-            bar.advance(task)
+    if not _terminal.acquire(blocking=False):
+        yield from shapes
+        return
+    try:
+        with _progress() as bar:
+            task = bar.add_task("compiling", total=count, note="")
+            for shape in shapes:
+                bar.update(task, note=str(shape))
+                yield shape
+                bar.advance(task)
+    finally:
+        _terminal.release()
 
 
 class GenerationBar:
@@ -37,6 +57,8 @@ class GenerationBar:
         self._bar = bar
         self._task = bar.add_task("decoding", total=total, note="") if bar else None
         self._tokens = 0
+        self._is_shown = False
+        self._show_at = 0.0
 
     def update(self, *, finished: int, new_tokens: int) -> None:
         if self._bar is None or self._task is None:
@@ -45,15 +67,40 @@ class GenerationBar:
         elapsed = self._bar.tasks[self._task].elapsed or 0.0
         rate = f"{self._tokens / elapsed:,.1f} tokens/s" if elapsed else ""
         self._bar.update(self._task, advance=finished, note=rate)
+        self.show()
+
+    def show(self) -> None:
+        """Unless another bar is shown, or this was hidden just now."""
+        if self._bar is None or self._is_shown or time.monotonic() < self._show_at:
+            return
+        if _terminal.acquire(blocking=False):
+            self._is_shown = True
+            self._bar.start()
+
+    def hide(self) -> None:
+        """Until a later `update`: others write to the terminal now. A notebook's bar has a place of its own."""
+        if self._bar is not None and not self._bar.console.is_jupyter:
+            self.stop()
+
+    def stop(self) -> None:
+        if self._bar is None or not self._is_shown:
+            return
+        try:
+            self._bar.stop()
+        finally:
+            self._is_shown = False
+            self._show_at = time.monotonic() + _HIDDEN_SECONDS
+            _terminal.release()
 
 
 @contextmanager
 def generation_bar(total: int | None, *, shown: bool) -> Iterator[GenerationBar]:
-    if not shown:
-        yield GenerationBar(None, total)
-        return
-    with _progress() as bar:
-        yield GenerationBar(bar, total)
+    bar = GenerationBar(_progress() if shown else None, total)
+    bar.show()
+    try:
+        yield bar
+    finally:
+        bar.stop()
 
 
 def _progress() -> Progress:
@@ -65,4 +112,6 @@ def _progress() -> Progress:
         TextColumn("{task.fields[note]}"),
         console=console,
         transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
     )

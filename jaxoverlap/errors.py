@@ -103,9 +103,11 @@ class ConflictError(ServiceError):
 
 
 def shortened(value: Any) -> str:
-    """As errors show it."""
+    """As errors show it, whatever it is."""
     try:
         text = repr(value)
     except RecursionError:
         text = f"a deeply nested {type(value).__name__}"
+    except Exception:  # an integer of thousands of digits, or a repr that fails
+        text = f"this {type(value).__name__}"
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 1] + "…"

@@ -2,30 +2,48 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
-import itertools
 import math
+import sys
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing
 from os import PathLike
 from typing import Any
 
 import numpy as np
 
 from jaxoverlap import display
+from jaxoverlap.checks import check_int
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.build import build_engine
-from jaxoverlap.engine.collector import PromptCollector
+from jaxoverlap.engine.inputs import Compiling, Input, run
 from jaxoverlap.engine.shared import SharedEngine
 from jaxoverlap.engine.watchdog import Watchdog
-from jaxoverlap.errors import ConfigError, EngineError, InvalidRequestError, JaxOverlapError, QueueFullError
-from jaxoverlap.observe.chrome_trace import to_chrome
+from jaxoverlap.errors import (
+    ConfigError,
+    InvalidRequestError,
+    JaxOverlapError,
+    QueueFullError,
+    shortened,
+)
+from jaxoverlap.observe.chrome_trace import About, to_chrome
 from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
-from jaxoverlap.prompts import ChatPrompt, Prompt, as_chat, is_chat, is_list_of_prompts, one_for_each
+from jaxoverlap.prompts import (
+    ChatPrompt,
+    Prompt,
+    as_chat,
+    in_list,
+    is_chat,
+    is_list_of_prompts,
+    one_for_each,
+    one_of,
+)
 from jaxoverlap.request import DEFAULT_OPTIONS, RequestOptions
+from jaxoverlap.runtime.runner import DeviceRunner
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
 
@@ -57,13 +75,17 @@ class LLM:
         known = {field.name for field in dataclasses.fields(EngineConfig)}
         for name, value in config.items():
             if name not in known:
-                raise ConfigError(f"{name}: {value!r} is not allowed; known settings are {', '.join(sorted(known))}")
+                raise ConfigError(
+                    f"{name}: {shortened(value)} is not allowed; known settings are {', '.join(sorted(known))}"
+                )
         self._progress = progress
         self.config = EngineConfig(model=model, **config)
         built = build_engine(self.config, warm_up=False)
         self.model_name = built.name
         self.resolved = built.resolved
         self.model_config = built.model_config
+        self.sampling_defaults = built.sampling_defaults
+        self.default_sampling_params = SamplingParams(**built.sampling_defaults)
         self.tokenizer = built.tokenizer
         self.runner = built.runner
         self.engine = built.engine
@@ -71,6 +93,9 @@ class LLM:
         self._is_warm = False
         exit_seconds = math.inf if self.config.watchdog_exit_seconds is None else self.config.watchdog_exit_seconds
         self._watchdog = Watchdog(built.engine, seconds=self.config.watchdog_seconds, exit_seconds=exit_seconds)
+        self._let_go = weakref.finalize(self, _let_go, self._shared, self._watchdog, built.runner)
+        self._let_go.atexit = False  # see `_close_all`
+        _open.add(self)
         if warm_up:
             self.warm_up()
 
@@ -97,28 +122,33 @@ class LLM:
 
         Args:
           prompts: one prompt or a list of them.
-          sampling_params: for all, or one for each; None is `SamplingParams()`.
+          sampling_params: for all, or one for each; None is `default_sampling_params`.
           options: priority, timeout and cache salt, for all, or one for each.
           progress: overrides the constructor's.
 
         Raises:
           InvalidRequestError: a prompt or its parameters can't be served; nothing has been decoded.
-          EngineError: the engine failed.
+          EngineError: the engine failed, or the LLM is closed.
           KeyboardInterrupt: Ctrl-C; what was running is aborted and the engine can be used again.
         """
-        many: Sequence[Any] = prompts if is_list_of_prompts(prompts) else [prompts]  # type: ignore[assignment]
-        params = one_for_each(many, "sampling_params", sampling_params, SamplingParams)
-        treatment = one_for_each(many, "options", options, RequestOptions)
-        for one in params:
-            self.engine.compile_constraint(one)  # all at once; each check then waits for its own
-        encoded = [
-            self._checked(prompt, one, f"prompts[{index}]")
-            for index, (prompt, one) in enumerate(zip(many, params, strict=True))
-        ]
+        is_list = is_list_of_prompts(prompts)
+        many: Sequence[Any] = prompts if is_list else [prompts]  # type: ignore[assignment]
+        params = one_for_each(many, "sampling_params", sampling_params, SamplingParams, self.default_sampling_params)
+        params = [one.for_prompt(prompt) for prompt, one in zip(many, params, strict=True)]
+        treatment = one_for_each(many, "options", options, RequestOptions, DEFAULT_OPTIONS)
+        compiling = [self.engine.compile_constraint(one) for one in params]  # all at once; each then waits for its own
+        inputs = []
+        for index, (prompt, *given) in enumerate(zip(many, params, treatment, compiling, strict=True)):
+            try:
+                inputs.append(self._checked(prompt, *given))
+            except InvalidRequestError as error:
+                if not is_list:
+                    raise
+                raise in_list(error, index) from None
         outputs: list[RequestOutput | None] = [None] * len(many)
+        self.warm_up()
         with display.generation_bar(len(many), shown=self._shows(progress)) as bar:
-            inputs = map(self._input, many, encoded, params, treatment)
-            for index, result in self._run(inputs, window=None, bar=bar):
+            for index, result in run(self._shared, iter(inputs), window=None, on_step=bar.update):
                 if isinstance(result, JaxOverlapError):
                     raise result
                 outputs[index] = result
@@ -146,19 +176,26 @@ class LLM:
 
         Raises: as `generate`.
         """
-        chats: Sequence[Any] = [messages] if is_chat(messages) or not messages else messages
-        prompts = [
-            ChatPrompt(
-                messages=chat,
-                tools=tools,
-                documents=documents,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            for chat in chats
-        ]
-        return self.generate(prompts, sampling_params, options, progress=progress)
+        is_one = is_chat(messages) or not isinstance(messages, Sequence) or isinstance(messages, str) or not messages
+        chats: Sequence[Any] = [messages] if is_one else messages
+        prompts = []
+        for index, chat in enumerate(chats):
+            try:
+                prompts.append(
+                    ChatPrompt(
+                        messages=chat,
+                        tools=tools,
+                        documents=documents,
+                        add_generation_prompt=add_generation_prompt,
+                        continue_final_message=continue_final_message,
+                        chat_template_kwargs=chat_template_kwargs,
+                    )
+                )
+            except InvalidRequestError as error:
+                if is_one or not error.field.startswith("messages"):  # the rest is the same for all
+                    raise
+                raise in_list(error, index) from None
+        return self.generate(prompts[0] if is_one else prompts, sampling_params, options, progress=progress)
 
     def generate_each(
         self,
@@ -170,27 +207,19 @@ class LLM:
         they finish, with the input's index. An input that can't be served yields its error and disturbs nothing.
 
         Args:
-          inputs: prompt and parameters, and options if need be; drawn lazily. A None, which has no index, means
-            "nothing now": what is in the engine goes on, and after its next step the inputs are asked again.
+          inputs: prompt and parameters, and options if need be, each None for the defaults; drawn lazily. A None in
+            place of an input has no index and means "nothing now": what is in the engine goes on, and after its next
+            step, or a moment, the inputs are asked again.
           window: inputs in the engine at once; None is four times `max_running`.
+
+        Raises:
+          InvalidRequestError: the window is none.
+          EngineError, KeyboardInterrupt: as `generate`.
         """
-
-        def encoded() -> Iterator[_Input | None]:
-            for given in inputs:
-                if given is None:
-                    yield None
-                    continue
-                prompt, params, *rest = given
-                ids: Any
-                try:
-                    ids = self._encode(prompt)
-                except JaxOverlapError as error:
-                    ids = error
-                yield self._input(prompt, ids, params, rest[0] if rest else DEFAULT_OPTIONS)
-
-        window = window or 4 * self.resolved.scheduler.max_running
-        with display.generation_bar(None, shown=self._shows(None)) as bar:
-            yield from self._run(encoded(), window=window, bar=bar)
+        if window is None:
+            window = 4 * self.resolved.scheduler.max_running
+        check_int("window", window, 1, sys.maxsize, "an integer above 0, or leave it out")
+        return self._each(inputs, window)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, options: RequestOptions | None = None
@@ -201,16 +230,19 @@ class LLM:
         Leaving the iterator early aborts the request. Raises as `generate`, when called; `best_of`, which knows the
         best only at the end, can't be streamed.
         """
-        params = sampling_params or SamplingParams()
+        params = self._params(prompt, sampling_params)
+        treatment = one_of("options", options, RequestOptions, DEFAULT_OPTIONS)
         if params.num_samples > params.n:
             allowed = "which samples are the best is not known before the end; use n, or generate"
             raise InvalidRequestError("best_of", params.best_of, allowed)
-        ids = self._checked(prompt, params, "prompt")
-        return self._stream(prompt, ids, params, options or DEFAULT_OPTIONS)
+        return self._stream(self._checked(prompt, params, treatment, self.engine.compile_constraint(params)))
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that the model would see; raises as `generate` if it would refuse. Needs no warm-up."""
-        return self._checked(prompt, sampling_params or SamplingParams(), "prompt").tolist()
+        params = self._params(prompt, sampling_params)
+        checked = self._checked(prompt, params, DEFAULT_OPTIONS, self.engine.compile_constraint(params))
+        assert isinstance(checked.ids, np.ndarray)
+        return checked.ids.tolist()
 
     def flush_cache(self) -> int:
         """Forgets all cached prefixes that no running request reads; returns the number of pages."""
@@ -229,7 +261,9 @@ class LLM:
 
         Raises:
           ConflictError: that is being done already.
+          InvalidRequestError: `max_steps` is no integer from 1 to 10000.
         """
+        check_int("max_steps", max_steps, 1, MAX_STEPS, f"an integer from 1 to {MAX_STEPS}")
         with self._shared.lock:
             self._shared.check_open()
             self.engine.start_timeline(max_steps)
@@ -243,20 +277,25 @@ class LLM:
         with self._shared.lock:
             timeline = self.engine.stop_timeline()
         resolved = self.resolved
-        about = {"model": self.model_name, "schedule": resolved.schedule, "lookahead": resolved.lookahead}
+        about = About(self.model_name, resolved.platform, resolved.schedule, resolved.lookahead)
         return to_chrome(timeline, about)
 
     def step_log(self, last: int | None = None) -> list[dict[str, Any]]:
-        """The last steps of the engine, 1000 at the most, the oldest first; `last` takes so many of the newest."""
+        """The last steps of the engine, 1000 at the most, the oldest first; `last` takes so many of the newest.
+
+        Raises:
+          InvalidRequestError: `last` is below 0, or no integer.
+        """
+        if last is not None:
+            check_int("last", last, 0, sys.maxsize, "an integer from 0 on, or leave it out")
         with self._shared.lock:
             return [record.to_dict() for record in self.engine.loop.log.last(last)]
 
     def close(self) -> None:
-        """Aborts what runs and lets go of the device's memory. Calling it twice is fine."""
-        if self._shared.close():
-            self._watchdog.stop()
-            self.runner.release()
-            self.engine.close()
+        """Aborts what runs and lets go of the device's memory. Calling it twice is fine. An LLM that nobody holds any
+        more, or that is open when the program ends, is closed."""
+        self._let_go()
+        self._watchdog.stop()
 
     def __enter__(self) -> LLM:
         return self
@@ -275,23 +314,45 @@ class LLM:
         chat = as_chat(prompt)
         return prompt if chat is None else self.tokenizer.apply_chat_template(chat)  # type: ignore[return-value]
 
-    def _checked(self, prompt: Prompt, params: SamplingParams, where: str) -> np.ndarray:
-        """Token ids of a prompt that will be accepted; names the prompt in the error if it won't."""
-        try:
-            return self._shared.check(self._encode(prompt), params)
-        except InvalidRequestError as error:
-            if error.field != "prompt" and not error.field.startswith("prompt["):
-                raise
-            field = where + error.field.removeprefix("prompt")
-            raise InvalidRequestError(field, error.value, error.allowed) from None
+    def _params(self, prompt: Prompt, given: SamplingParams | None) -> SamplingParams:
+        return one_of("sampling_params", given, SamplingParams, self.default_sampling_params).for_prompt(prompt)
 
-    def _stream(
-        self, prompt: Prompt, ids: np.ndarray, params: SamplingParams, options: RequestOptions
-    ) -> Iterator[StreamDelta]:
+    def _checked(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions, compiling: Compiling | None
+    ) -> Input:
+        """What will be accepted; raises as `generate` if it won't."""
+        self._shared.check_open()
+        ids = self._shared.check(self._encode(prompt), params, compiling)
+        return Input(prompt, ids, params, options, compiling)
+
+    def _each(self, inputs: Iterable[Any], window: int) -> Iterator[tuple[int, RequestOutput | JaxOverlapError]]:
+        self.warm_up()
+        drawn = (None if given is None else self._drawn(given) for given in inputs)
+        with (
+            display.generation_bar(None, shown=self._shows(None)) as bar,
+            closing(run(self._shared, drawn, window=window, on_step=bar.update)) as results,
+        ):
+            for result in results:
+                bar.hide()  # the caller may print what it gets
+                yield result
+
+    def _drawn(self, given: Any) -> Input:
+        """An input of `generate_each`; its error, if it can't be served, is found when it enters."""
+        try:
+            if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+                raise InvalidRequestError("input", given, "use (prompt, sampling_params), with options if need be")
+            prompt, params, options = (*given, None)[:3]
+            params = self._params(prompt, params)
+            options = one_of("options", options, RequestOptions, DEFAULT_OPTIONS)
+            return Input(prompt, self._encode(prompt), params, options, self.engine.compile_constraint(params))
+        except JaxOverlapError as error:
+            return Input(given, error, SamplingParams(), DEFAULT_OPTIONS, None)
+
+    def _stream(self, given: Input) -> Iterator[StreamDelta]:
         self.warm_up()
         while True:
             try:
-                collector = self._shared.add(prompt, ids, params, options, deque(), streams=True)
+                collector = given.enter(self._shared, deque(), streams=True)
                 break
             except QueueFullError:
                 self._shared.step()
@@ -302,114 +363,26 @@ class LLM:
                     yield delta
                     if delta.output is not None:
                         return
-                self._shared.step()
+                self._shared.step(unless=collector.deltas)
         finally:
             self._shared.leave([collector])
 
-    def _input(self, prompt: Prompt, ids: Any, params: SamplingParams, options: RequestOptions) -> _Input:
-        return _Input(prompt, ids, params, options, self.engine.compile_constraint(params))
 
-    def _run(
-        self, inputs: Iterator[_Input | None], *, window: int | None, bar: display.GenerationBar
-    ) -> Iterator[tuple[int, RequestOutput | JaxOverlapError]]:
-        """Keeps up to `window` inputs in work and yields each one's output when it is finished.
-
-        An input whose grammar is still being compiled waits here, and what is in the engine goes on.
-        """
-        self.warm_up()
-        shared = self._shared
-        finished: deque[PromptCollector] = deque()
-        running: dict[PromptCollector, int] = {}
-        entering: dict[int, _Input] = {}
-        indices = itertools.count()
-        exhausted = False
-        try:
-            while True:
-                while not (exhausted or shared.queue_is_full):
-                    if window is not None and len(running) + len(entering) >= window:
-                        break
-                    try:
-                        given = next(inputs)
-                    except StopIteration:
-                        exhausted = True
-                        break
-                    if given is None:
-                        break
-                    entering[next(indices)] = given
-                    if given.is_ready:
-                        yield from self._enter(entering, running, finished)
-                yield from self._enter(entering, running, finished)
-                if not running and not shared.queue_is_full:
-                    if entering:
-                        if not any(given.is_ready for given in entering.values()):
-                            compiling = [given.compiling for given in entering.values() if given.compiling is not None]
-                            wait(compiling, return_when=FIRST_COMPLETED)
-                    elif exhausted:
-                        return
-                    continue
-                new_tokens = shared.step()
-                bar.update(finished=len(finished), new_tokens=new_tokens)
-                while finished:
-                    collector = finished.popleft()
-                    yield running.pop(collector), collector.output()
-        finally:
-            shared.leave(running)
-
-    def _enter(
-        self, entering: dict[int, _Input], running: dict[PromptCollector, int], finished: deque[PromptCollector]
-    ) -> Iterator[tuple[int, JaxOverlapError]]:
-        """Takes what is ready into the engine as long as its queue has room; yields what is refused."""
-        for index, given in list(entering.items()):
-            if not given.is_ready:
-                continue
-            refused = given.error
-            if refused is None:
-                assert not isinstance(given.ids, JaxOverlapError)
-                if self._shared.queue_is_full:
-                    continue
-                try:
-                    collector = self._shared.add(
-                        given.prompt, given.ids, given.params, given.options, finished, compiled=given.compiled
-                    )
-                    running[collector] = index
-                except QueueFullError:  # another thread was quicker
-                    continue
-                except EngineError:
-                    raise
-                except JaxOverlapError as error:
-                    refused = error
-            del entering[index]
-            if refused is not None:
-                yield index, refused
+def _let_go(shared: SharedEngine, watchdog: Watchdog, runner: DeviceRunner) -> None:
+    """The end of an LLM that is closed, or that nobody holds any more: once, and in any thread."""
+    shared.close()
+    watchdog.stop(wait=False)
+    runner.release()
+    shared.engine.close()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Input:
-    """One prompt on its way to the engine.
+_open: weakref.WeakSet[LLM] = weakref.WeakSet()
+_EXIT_SECONDS = 10.0
 
-    Attributes:
-      ids: what the model will see, or an error if there is no such thing.
-      compiling: what its text must be, if anything.
-    """
 
-    prompt: Prompt
-    ids: Sequence[int] | np.ndarray | JaxOverlapError
-    params: SamplingParams
-    options: RequestOptions
-    compiling: Future[CompiledConstraint] | None
-
-    @property
-    def is_ready(self) -> bool:
-        return self.compiling is None or self.compiling.done() or isinstance(self.ids, JaxOverlapError)
-
-    @property
-    def error(self) -> JaxOverlapError | None:
-        """Of one that is ready: why it can't go."""
-        if isinstance(self.ids, JaxOverlapError):
-            return self.ids
-        return None if self.compiling is None else self.compiling.exception()  # type: ignore[return-value]
-
-    @property
-    def compiled(self) -> CompiledConstraint | None:
-        """Of one that can go."""
-        return None if self.compiling is None else self.compiling.result()
+@atexit.register  # later than jax's own, so called before it
+def _close_all() -> None:
+    """A thread that is in the device's code when the interpreter ends would abort the process."""
+    for llm in list(_open):
+        if llm._shared.close(_EXIT_SECONDS):
+            llm.close()

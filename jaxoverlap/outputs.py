@@ -59,10 +59,16 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The token at one position, and the most probable ones in its place, from the top."""
+    """The token at one position, and the most probable ones in its place, from the top.
+
+    Attributes:
+      text_offset: of an output, how many characters of the text there are before it. The text may be shorter, if it was
+        cut where a stop string begins. None in a prompt.
+    """
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
+    text_offset: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

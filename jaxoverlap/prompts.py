@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxoverlap.checks import check_bool
 from jaxoverlap.errors import InvalidRequestError
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatPrompt:
     """A chat, and what the model's template is told besides.
 
-    A message has a role and a content that is text; an assistant's message may have no content if it calls tools. All
-    further fields of messages, tools and documents (``name``, ``tool_calls``, …) are for the template: which of them it
-    writes is the template's to say.
+    A message has a role and a content. That is text, or a list of OpenAI's parts of type "text", which become one text,
+    a line each, as in vLLM; an assistant's message may have none if it calls tools. All further fields of messages,
+    tools and documents (``name``, ``tool_calls``, …) are for the template: which of them it writes is its own to say.
 
     Attributes:
       messages: in order.
@@ -42,7 +44,7 @@ class ChatPrompt:
     chat_template_kwargs: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        check_messages(self.messages)
+        object.__setattr__(self, "messages", checked_messages(self.messages))
         for name in ("tools", "documents"):
             _check_mappings(name, getattr(self, name))
         check_bool("continue_final_message", self.continue_final_message)
@@ -98,10 +100,19 @@ def is_list_of_prompts(prompts: Any) -> bool:
     return not prompts or isinstance(prompts[0], str | Sequence | np.ndarray | ChatPrompt)
 
 
-def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type) -> Sequence[Any]:
-    """`given` for each prompt: one of `kind` is for all, None is `kind()`, a list has one for each."""
+def one_of(name: str, given: Any, kind: type[T], default: T | None = None) -> T:
+    """`given`, which is one of `kind`; None is `default`."""
+    if given is None:
+        return default  # type: ignore[return-value]  # None where None is meant
+    if not isinstance(given, kind):
+        raise InvalidRequestError(name, given, f"use a {kind.__name__}")
+    return given
+
+
+def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type, default: Any = None) -> Sequence[Any]:
+    """`given` for each prompt: one of `kind` is for all, None is `default`, a list has one for each."""
     if given is None or isinstance(given, kind):
-        return [kind() if given is None else given] * len(prompts)
+        return [one_of(name, given, kind, default)] * len(prompts)
     if not isinstance(given, list | tuple):
         raise InvalidRequestError(name, given, f"use a {kind.__name__}, or a list of them")
     for index, one in enumerate(given):
@@ -114,14 +125,23 @@ def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type) -> S
     return given
 
 
-def check_messages(messages: Any) -> None:
-    """Refuses what is not a non-empty list of messages; see `ChatPrompt`.
+def in_list(error: InvalidRequestError, index: int) -> InvalidRequestError:
+    """An error of one request of a list, its field named by the prompt's place: ``prompts[2][5]`` for ``prompt[5]``,
+    ``prompts[2].min_tokens`` for any other."""
+    of_prompt = error.field == "prompt" or error.field.startswith("prompt[")
+    path = error.field.removeprefix("prompt") if of_prompt else f".{error.field}"
+    return InvalidRequestError(f"prompts[{index}]{path}", error.value, error.allowed)
+
+
+def checked_messages(messages: Any) -> Sequence[Mapping[str, Any]]:
+    """A non-empty list of messages, whose contents are texts; see `ChatPrompt`.
 
     Raises:
       InvalidRequestError: names the offending message and field.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequestError("messages", messages, "a list of at least one {role, content} is needed")
+    checked = []
     for index, message in enumerate(messages):
         field = f"messages[{index}]"
         if not isinstance(message, Mapping):
@@ -129,8 +149,30 @@ def check_messages(messages: Any) -> None:
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             raise InvalidRequestError(f"{field}.role", role, "a role such as 'system', 'user' or 'assistant' is needed")
-        if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
-            raise InvalidRequestError(f"{field}.content", content, "text is needed")
+        if isinstance(content, list | tuple):
+            message = {**message, "content": _joined(f"{field}.content", content)}
+        elif not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+            raise InvalidRequestError(f"{field}.content", content, "text is needed, or a list of parts of type 'text'")
+        checked.append(message)
+    return checked
+
+
+def _joined(field: str, parts: Sequence[Any]) -> str:
+    """The text of content parts."""
+    if not parts:
+        raise InvalidRequestError(field, parts, "a part of type 'text' is needed at least")
+    for index, part in enumerate(parts):
+        where = f"{field}[{index}]"
+        if not isinstance(part, Mapping):
+            raise InvalidRequestError(where, part, "an object with type 'text' and a text is needed")
+        if part.get("type") != "text":
+            raise InvalidRequestError(f"{where}.type", part.get("type"), "models here read text; use 'text'")
+        if not isinstance(part.get("text"), str):
+            raise InvalidRequestError(f"{where}.text", part.get("text"), "text is needed")
+        for name, value in part.items():
+            if name not in ("type", "text") and value is not None:
+                raise InvalidRequestError(f"{where}.{name}", value, "no such field; known are type, text")
+    return "\n".join(part["text"] for part in parts)
 
 
 def with_tool_arguments(message: Any, change: Callable[[Any], Any]) -> Any:

@@ -1,16 +1,25 @@
-"""How a request's tokens are chosen, and when they end. Names and defaults are vLLM's, checked when they are given."""
+"""How a request's tokens are chosen, and when they end. Values are checked when they are given.
+
+Names and defaults are vLLM's, save that
+
+    max_tokens          is None here, which fills the context; vLLM's is 16
+    structured_output   is vLLM's structured_outputs, with fields of its own
+    banned_token_ids    has no equal there; vLLM's bad_words are texts, and not here
+    best_of             was taken out of vLLM's V1
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 
 from jaxoverlap.checks import SMALLEST_FLOAT32, are_ids, check_bool, check_float32, check_ids, check_int, has_only
-from jaxoverlap.errors import InvalidRequestError, UnsupportedError
+from jaxoverlap.errors import InvalidRequestError, UnsupportedError, shortened
+from jaxoverlap.prompts import ChatPrompt, Prompt
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy (as in vLLM); dividing by it would overflow."""
@@ -97,12 +106,13 @@ class SamplingParams:
         None draws one; the outputs say which.
       max_tokens: ≥ 1, outputs at most; None fills the context. The context's end is a limit in any case.
       min_tokens: before so many outputs nothing but a limit ends the request: its stop ids and the model's
-        end-of-sequence ids do not come, and stop strings are not looked for.
+        end-of-sequence ids do not come, and a stop string that ends there is none.
       stop: a text or texts that end the request; cut from the text unless `include_stop_str_in_output`.
       stop_token_ids: ids that end the request; they count as output but are left out of the text.
       ignore_eos: go on through the model's own end-of-sequence ids; ``stop_token_ids`` still stop.
       include_stop_str_in_output: leave what ended the request, text or token, in the text.
-      skip_special_tokens: leave special tokens out of the text.
+      skip_special_tokens: leave special tokens out of the text. None does, but for a chat with tools: there a special
+        token may be what tells a call from text.
       logprobs: 0 … 20. Of each output its log-probability and rank, and so many alternatives. None is off.
       prompt_logprobs: 0 … 20, the same of each prompt token but the first. None is off.
       structured_output: what the text must be.
@@ -132,7 +142,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
@@ -150,8 +160,10 @@ class SamplingParams:
             check_float32(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2")
         if self.seed is not None:
             check_int("seed", self.seed, 0, 2**64 - 1, "an integer from 0 to 2**64 - 1, or leave it out")
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in ("ignore_eos", "include_stop_str_in_output"):
             check_bool(name, getattr(self, name))
+        if self.skip_special_tokens is not None:
+            check_bool("skip_special_tokens", self.skip_special_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 allowed = f"an integer from 0 to {MAX_TOP_LOGPROBS}, or leave it out"
@@ -204,6 +216,17 @@ class SamplingParams:
     def has_bias(self) -> bool:
         """Some ids are more or less likely than the model would have them, or forbidden."""
         return bool(self.logit_bias or self.banned_token_ids or self.allowed_token_ids is not None)
+
+    @property
+    def hides_special_tokens(self) -> bool:
+        """They are no part of the text."""
+        return self.skip_special_tokens is not False
+
+    def for_prompt(self, prompt: Prompt) -> SamplingParams:
+        """With what depends on the prompt. Where it has tools and nobody has said otherwise, special tokens are in the
+        text: one of them may be what tells a call from text (Mistral's ``[TOOL_CALLS]``)."""
+        has_tools = isinstance(prompt, ChatPrompt) and bool(prompt.tools)
+        return replace(self, skip_special_tokens=False) if has_tools and self.skip_special_tokens is None else self
 
     @property
     def num_top_logprobs(self) -> int:
@@ -269,8 +292,9 @@ def _check_bias(bias: Any) -> dict[int, float]:
     for key, value in bias.items():
         # JSON's keys are texts.
         token_id = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 11 else key
-        check_int(f"logit_bias[{key!r}]", token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
-        check_float32(f"logit_bias[{key!r}]", value, -100.0, 100.0, "a number from -100 to 100")
+        name = f"logit_bias[{shortened(key)}]"
+        check_int(name, token_id, 0, 2**31 - 1, "a token id: an integer from 0 to 2**31 - 1")
+        check_float32(name, value, -100.0, 100.0, "a number from -100 to 100")
         checked[int(token_id)] = float(value)
     return checked
 

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from pallas_kernels import _validate, triton, xla, xla_draw
 from pallas_kernels.choice import AttentionShape, Choice, best_implementation, unavailable, why_not
 from pallas_kernels.errors import IMPLEMENTATIONS, ImplementationNotAvailable
-from pallas_kernels.pages import Pages, QuantizedPages
+from pallas_kernels.pages import Pages, QuantizedPages, is_addressable
 
 __all__ = [
     "IMPLEMENTATIONS",
@@ -70,6 +70,11 @@ def _require(implementation: str, heads: int, k_pages: Pages, interpret: bool) -
     reason = why_not(implementation, AttentionShape(heads, kv_heads, dim, size, k_pages.dtype))
     if reason is not None:
         raise ValueError(reason)
+    if implementation in PALLAS and not is_addressable(k_pages):
+        raise ValueError(
+            f"k_pages: got {k_pages.dtype}{list(k_pages.shape)}, {implementation!r} takes at most 2**31 codes or more "
+            "than 2**32: between them Pallas' offsets have too few bits. Divide the layers among several pools"
+        )
     if interpret and implementation == "xla":
         raise ValueError("interpret: got True, allowed is False with implementation 'xla', which is no Pallas kernel")
 

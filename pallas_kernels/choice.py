@@ -1,6 +1,7 @@
 """Which implementation computes a shape on a device, and why. Nothing is swapped silently: who asks for one gets it
 or the reason why not."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,8 @@ def why_not(implementation: str, shape: AttentionShape, device: jax.Device | Non
     if shape.head_dim % 8 or not 16 <= shape.head_dim <= MAX_HEAD_DIM:
         return f"head dim: got {shape.head_dim}, {implementation!r} takes multiples of 8 from 16 to {MAX_HEAD_DIM}"
     capability = getattr(device, "compute_capability", None)
+    if capability is not None and not _is_nvidia(capability):
+        return f"{implementation!r} is for NVIDIA GPUs; this device is a {capability}"
     if capability is not None and float(capability) < MIN_CAPABILITY:
         return f"the kernels need compute capability {MIN_CAPABILITY}, this device has {capability}"
     if capability is not None and dtype == FLOAT8 and float(capability) < MIN_CAPABILITY_FLOAT8:
@@ -83,6 +86,11 @@ def why_not(implementation: str, shape: AttentionShape, device: jax.Device | Non
             f"float8 pools need compute capability {MIN_CAPABILITY_FLOAT8}, this device has {capability}; int8 does not"
         )
     return None
+
+
+def _is_nvidia(capability: Any) -> bool:
+    """By its form: that of AMD's is a name, such as 'gfx942'."""
+    return re.fullmatch(r"\d+\.\d+", str(capability)) is not None
 
 
 def _why_not_mosaic(shape: AttentionShape, device: jax.Device | None) -> str | None:

@@ -64,6 +64,15 @@ def abstract(shape: tuple[int, ...], dtype: Any) -> Any:
     return QuantizedPages(codes, jax.ShapeDtypeStruct((pages, kv_heads, size), jnp.float32))  # type: ignore[arg-type]
 
 
+def is_addressable(pages: Any) -> bool:
+    """Whether Triton kernels reach all of a pool, abstract or not.
+
+    Pallas counts offsets in elements, with a sign, and takes 64 bits for them from an array of more than 2**32 bytes
+    on. So those of one byte, from 2**31 of them to 2**32, would have offsets that are negative.
+    """
+    return all(leaf.size <= 2**31 or leaf.size * leaf.dtype.itemsize > 2**32 for leaf in jax.tree.leaves(pages))
+
+
 def num_bytes(pages: Any) -> int:
     """Of a tree of pools, abstract or not."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages))

@@ -78,6 +78,11 @@ def _capped(scores: jax.Array, softcap: float | None) -> jax.Array:
     return scores if softcap is None else jnp.tanh(scores / softcap) * softcap
 
 
+def _precision(*operands: Any) -> lax.Precision:
+    """Of products on what came in these dtypes: a GPU makes TF32 of float32 unless told otherwise."""
+    return lax.Precision.HIGHEST if any(x.dtype == jnp.float32 for x in operands) else lax.Precision.DEFAULT
+
+
 def _online(
     state: tuple[jax.Array, jax.Array, jax.Array], scores: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -145,6 +150,7 @@ def decode_attention(
     rows, heads, dim = q.shape
     pages, size, kv_heads, _ = k_pages.shape
     group, wide, block = heads // kv_heads, kv_heads * dim, DECODE_BLOCK
+    precision = _precision(q, k_pages)
     tile = min(DECODE_ROWS, rows)
     tiles = -(-rows // tile)
 
@@ -171,11 +177,11 @@ def decode_attention(
             positions = lowest[:, None] + (j * block + jnp.arange(block, dtype=jnp.int32))[None, :]
             at = _locate(table, jnp.minimum(positions, last), page_offset, pages, size)
             keys = read(k_pages, *at).reshape(tile, block, wide)
-            scores = _capped(jnp.einsum("whd,wxd->whx", q_tile, keys), softcap)
+            scores = _capped(jnp.einsum("whd,wxd->whx", q_tile, keys, precision=precision), softcap)
             scores = jnp.where((positions < length[:, None])[:, None, :], scores, _FLOOR)
             top, total, acc, weights = _online(state, scores)
             values = read(v_pages, *at).reshape(tile, block, wide)
-            return top, total, acc + jnp.einsum("whx,wxd->whd", weights, values)
+            return top, total, acc + jnp.einsum("whx,wxd->whd", weights, values, precision=precision)
 
         init = (
             jnp.full((tile, heads), _FLOOR, jnp.float32),
@@ -216,6 +222,7 @@ def extend_attention(
     pages, size, kv_heads, _ = k_pages.shape
     tokens = lines if tokens is None else tokens
     group, width = heads // kv_heads, min(EXTEND_QUERIES, max(tokens, 1))
+    precision = _precision(q, k_pages)
     long, short = EXTEND_BLOCKS if width > NARROW_TILE else NARROW_BLOCKS
     count, row_of, first_of, position_of = tile_map(cu_q_lens, seq_lens, tokens, width)
     # A tile may reach past the last token.
@@ -244,9 +251,10 @@ def extend_attention(
                 new = []
                 for head, state in enumerate(states):
                     keys, values = read(k_pages, *at, head)[0], read(v_pages, *at, head)[0]
-                    scores = jnp.where(seen, _capped(q_tile[head] @ keys.T, softcap), _FLOOR)
+                    scores = _capped(jnp.matmul(q_tile[head], keys.T, precision=precision), softcap)
+                    scores = jnp.where(seen, scores, _FLOOR)
                     top, total, acc, weights = _online(state, scores)
-                    new.append((top, total, acc + weights @ values))
+                    new.append((top, total, acc + jnp.matmul(weights, values, precision=precision)))
                 return tuple(new)
 
             return lax.fori_loop(begin, end, step, states)

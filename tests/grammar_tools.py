@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -78,10 +77,15 @@ def make_compiler(tokenizer: Tokenizer | None = None, table_size: int = TABLE_SI
 
 
 def constraint(
-    compiler: GrammarCompiler, sampling: dict[str, Any] | None = None, **structure: Any
+    compiler: GrammarCompiler,
+    sampling: dict[str, Any] | None = None,
+    *,
+    prompt_ids: Sequence[int] = (),
+    **structure: Any,
 ) -> GrammarConstraint:
+    """Behind a prompt without text, unless one is given."""
     params = SamplingParams(structured_output=StructuredOutput(**structure), **(sampling or {}))
-    made = compiler.submit(params).result().start()
+    made = compiler.submit(params).result().behind(prompt_ids).start()
     assert isinstance(made, GrammarConstraint)
     return made
 
@@ -154,6 +158,17 @@ class RecordingConstraint:
         self.inner.advance(token_id)
 
 
+class _Recording:
+    def __init__(self, compiled: CompiledConstraint) -> None:
+        self._compiled = compiled
+
+    def behind(self, prompt_ids: Any) -> _Recording:
+        return _Recording(self._compiled.behind(prompt_ids))
+
+    def start(self) -> RecordingConstraint:
+        return RecordingConstraint(self._compiled.start())
+
+
 class RecordingCompiler(GrammarCompiler):
     """Its constraints are `RecordingConstraint`s."""
 
@@ -164,8 +179,7 @@ class RecordingCompiler(GrammarCompiler):
             if (error := compiled.exception()) is not None:
                 recorded.set_exception(error)
             else:
-                start = compiled.result().start
-                recorded.set_result(SimpleNamespace(start=lambda: RecordingConstraint(start())))
+                recorded.set_result(_Recording(compiled.result()))
 
         super().submit(sampling).add_done_callback(record)
         return recorded

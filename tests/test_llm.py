@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -57,7 +58,8 @@ def llm(monkeypatch):
 
 
 def words(ids):
-    return " ".join(f"w{i}" for i in ids)
+    """As they follow a prompt."""
+    return "".join(f" w{i}" for i in ids)
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm):
@@ -118,6 +120,24 @@ def test_a_bad_prompt_is_named_and_nothing_has_run(llm):
         llm.stream([])
 
 
+def test_whatever_is_wrong_with_a_request_of_a_list_its_place_is_named(llm):
+    late = SamplingParams(min_tokens=250, max_tokens=255)
+    chats = [[{"role": "user", "content": "a"}], [{"role": "user", "content": 5}]]
+    for prompts, params, field in (
+        ([[1], [2] * 10], late, "prompts[1].min_tokens"),
+        ([[1], [2]], SamplingParams(prompt_logprobs=1, stop_token_ids=list(range(17))), "prompts[0].stop_token_ids"),
+        ([[1], [VOCAB_SIZE]], GREEDY, "prompts[1][0]"),
+        ([[1], chats[1]], GREEDY, "prompts[1].messages[0].content"),
+        ([2] * 10, late, "min_tokens"),  # no list of prompts
+        ([VOCAB_SIZE], GREEDY, "prompt[0]"),
+        (chats[1], GREEDY, "messages[0].content"),
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.generate(prompts, params)
+        assert caught.value.field == field
+    assert llm.runner.num_launches == 0
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
@@ -130,6 +150,75 @@ def test_a_bad_prompt_is_named_and_nothing_has_run(llm):
 def test_wrong_parameters_are_named(llm, given, field):
     with pytest.raises(InvalidRequestError, match=field):
         llm.generate([[1], [2]], given)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda llm: llm.stream([1], {"temperature": 0}),
+            "sampling_params: {'temperature': 0} .* use a SamplingParams",
+        ),
+        (lambda llm: llm.check([1], {"n": 1}), "sampling_params: {'n': 1}"),
+        (lambda llm: llm.stream([1], GREEDY, {"priority": 1}), "options: {'priority': 1} .* use a RequestOptions"),
+        (lambda llm: llm.generate_each([], window=-1), "window: -1 .* use an integer above 0"),
+        (lambda llm: llm.generate_each([], window=0), "window: 0"),
+        (lambda llm: llm.generate_each([], window="all"), "window: 'all'"),
+        (lambda llm: llm.start_trace(-1), "max_steps: -1 .* from 1 to 10000"),
+        (lambda llm: llm.step_log("all"), "last: 'all'"),
+    ],
+)
+def test_arguments_of_a_wrong_type_or_size_are_named_when_called(llm, call, message):
+    with pytest.raises(InvalidRequestError, match=f"^{message}"):
+        call(llm)
+
+
+class Unspeakable:
+    def __repr__(self):
+        raise KeyError("no words")
+
+
+@pytest.mark.parametrize("value", [10**5000, [10**5000], Unspeakable()], ids=["int", "list", "object"])
+def test_what_has_no_repr_is_refused_as_well(llm, value):
+    kind = type(value).__name__
+    for refused in (
+        lambda: SamplingParams(seed=value),
+        lambda: SamplingParams(temperature=value),
+        lambda: SamplingParams(stop=[value]),
+        lambda: RequestOptions(priority=value),
+        lambda: llm.check([1], value),
+    ):
+        with pytest.raises(InvalidRequestError, match=f": this {kind} is not allowed"):
+            refused()
+    with pytest.raises(ConfigError, match=f"max_running: this {kind} is not allowed"):
+        EngineConfig(max_running=value)
+    with pytest.raises(InvalidRequestError, match=r"logit_bias\[this int\]"):
+        SamplingParams(logit_bias={10**5000: 1.0})
+
+
+def test_each_input_of_a_wrong_form_yields_its_error_and_none_is_the_default(llm):
+    short = RequestOptions(timeout=100.0)
+    inputs = ["hello", ([1], GREEDY), ([1], {"n": 1}), 5, ([1],), ([1], GREEDY, 3), ([1], GREEDY, short, 4)]
+    results = dict(llm.generate_each([*inputs, ([1], None), [[1], GREEDY, None]]))
+    fields = {index: result.field for index, result in results.items() if isinstance(result, InvalidRequestError)}
+    assert fields == {0: "input", 2: "sampling_params", 3: "input", 4: "input", 5: "options", 6: "input"}
+    assert results[1].token_ids == results[8].token_ids == oracle([1], 6, (), salt=1)[0]
+    assert results[7].finish_reason is not None
+
+
+def test_each_asks_now_and_then_while_there_is_nothing(llm):
+    asked = 0
+
+    def inputs():
+        nonlocal asked
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until:
+            asked += 1
+            yield None
+        yield [1], GREEDY
+
+    assert len(list(llm.generate_each(inputs()))) == 1
+    assert 2 <= asked < 100
 
 
 def test_each_yields_errors_for_bad_inputs_and_goes_on(llm):
@@ -245,6 +334,27 @@ def test_a_bad_setting_names_itself(monkeypatch, setting, value):
     monkeypatch.setattr(llm_module, "build_engine", toy_build)
     with pytest.raises(ConfigError, match=f"^{setting}: {value!r} is not allowed"):
         LLM(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "idle"),
+    [
+        ({"max_prefill_streak": 2}, "max_prefill_streak"),
+        ({"decode_wait_ms": 9.0}, "decode_wait_ms"),
+        ({"max_prefill_streak": 2, "mixed_steps": False}, None),
+        ({"max_mixed_tokens": 9, "schedule": "serial"}, "max_mixed_tokens"),
+        ({"max_mixed_tokens": 9, "schedule": "serial", "mixed_steps": True}, None),
+        ({"min_prefill_tokens": 64, "deterministic": True}, "min_prefill_tokens"),
+        ({"schedule": "timeslice", "deterministic": True}, None),
+    ],
+)
+def test_settings_without_effect_beside_the_others_are_known(settings, idle):
+    assert list(EngineConfig(**settings).without_effect) == ([] if idle is None else [idle])
+
+
+def test_an_order_by_the_cache_needs_a_cache():
+    with pytest.raises(ConfigError, match="cache_aware_order: True is not allowed with prefix_cache False"):
+        EngineConfig(cache_aware_order=True, prefix_cache=False)
 
 
 def test_kernels_that_are_not_here_are_not_offered():

@@ -300,10 +300,34 @@ def test_tools_documents_and_variables_reach_the_template(chatty):
     assert chatty.tokenizer.decode(output.prompt_token_ids) == '[{"name": "f"}][{"text": "d"}]calm'
 
 
+def test_special_tokens_are_shown_to_who_has_given_tools(chatty):
+    given = {"seed": 3, "max_tokens": 200, "temperature": 1.0, "ignore_eos": True}
+    for tools, skips, hidden in (
+        (None, None, True),
+        ([], None, True),
+        ([{"name": "f"}], None, False),
+        ([{"name": "f"}], True, True),
+        (None, False, False),
+    ):
+        sampling = params(skip_special_tokens=skips, **given)
+        prompt = ChatPrompt(messages=USER, tools=tools)
+        outputs = [*chatty.generate(prompt, sampling), streamed(chatty, prompt, sampling)]
+        outputs += [output for _, output in chatty.generate_each([(prompt, sampling)])]
+        for output in outputs:
+            assert toy.EOS_ID in output.token_ids
+            assert output.text == chatty.tokenizer.decode(output.token_ids, skip_special_tokens=hidden)
+    prompt = ChatPrompt(messages=USER, tools=[{"name": "f"}])
+    assert chatty.check(prompt, params(stop="a</s>"))  # which can be found where the token is shown
+
+
 def test_a_bad_chat_is_refused_before_anything_runs(chatty):
     for messages, options, field in (
         ([], {}, "messages"),
-        ([[*USER, {"role": "user"}]], {}, r"messages\[1\].content"),
+        ([*USER, {"role": "user"}], {}, r"messages\[1\].content"),
+        ([USER, [*USER, {"role": "user"}]], {}, r"prompts\[1\].messages\[1\].content"),
+        ([USER, 5], {}, r"prompts\[1\].messages: 5"),
+        (5, {}, "messages: 5"),
+        ("hello", {}, "messages: 'hello'"),
         (USER, {"tools": "f"}, "tools"),
         (USER, {"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ):

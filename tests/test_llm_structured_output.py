@@ -56,6 +56,23 @@ def test_answers_are_what_was_asked_for(llm):
     assert {output.finish_reason for output in outputs[:4]} <= {FinishReason.GRAMMAR_COMPLETE, FinishReason.EOS}
 
 
+@pytest.mark.parametrize("call", ["generate", "generate_each"])
+def test_each_grammar_is_compiled_once_also_where_they_are_more_than_are_kept(llm, monkeypatch, call):
+    compiler, compiled = llm.engine.constraints, []
+    original = compiler._compile
+    monkeypatch.setattr(compiler, "_cached", 3)
+    monkeypatch.setattr(compiler, "_compile", lambda grammar: compiled.append(grammar) or original(grammar))
+    asked = [params(choices=[f"answer {i}"]) for i in range(20)]
+    if call == "generate":
+        outputs = dict(enumerate(llm.generate(["x"] * 20, asked)))
+    else:
+        outputs = dict(llm.generate_each([("x", one) for one in asked]))
+    assert [outputs[i].text for i in range(20)] == [f"answer {i}" for i in range(20)]
+    assert len(compiled) == 20
+    list(llm.stream("x", params(choices=["streamed"])))
+    assert len(compiled) == 21
+
+
 def test_samples_of_a_prompt_follow_the_grammar_each_for_itself(llm):
     (output,) = llm.generate("x", params(regex="[a-z]{8}", n=6))
     texts = [sample.text for sample in output.outputs]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import secrets
 import time
 from collections.abc import Sequence
@@ -87,19 +86,15 @@ def _ending(sample: CompletionOutput) -> dict[str, Any]:
 def _text_logprobs(positions: Sequence[PositionLogprobs], text: str) -> dict[str, Any]:
     """As a text completion has them: a list for each thing. The token that came is among its alternatives, always.
 
-    An offset is that of the first character that begins in the token; tokens past the end of the text, such as the one
-    that ended it, have the end's.
+    An offset is the number of characters before the token; tokens past the end of the text, such as the one that ended
+    it, have the end's.
     """
     chosen = [one.chosen for one in positions]
-    decoder, offset, offsets = codecs.getincrementaldecoder("utf-8")("replace"), 0, []
-    for token in chosen:
-        offsets.append(min(offset, len(text)))
-        offset += len(decoder.decode(token.token_bytes))
     return {
         "tokens": [_text(token) for token in chosen],
         "token_logprobs": [_logprob(token) for token in chosen],
         "top_logprobs": [{_text(other): _logprob(other) for other in (*one.top, one.chosen)} for one in positions],
-        "text_offset": offsets,
+        "text_offset": [min(one.text_offset or 0, len(text)) for one in positions],
     }
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -33,7 +34,9 @@ from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxoverlap.client import Client
+    pass
+
+logger = logging.getLogger(__name__)
 
 MAX_HELD = 1024
 MAX_RETRIES = 10
@@ -118,7 +121,7 @@ def batch(
     defaults = sampling.values() | structure.values() | treatment.values()
     # A progress bar and the answers would write over each other on a terminal.
     progress = False if target == STANDARD or quiet else None
-    answering: AbstractContextManager[tuple[Answering, ModelNames]]
+    answering: AbstractContextManager[Answerer]
     if server is None:
         connection.check_unused()
         # Nobody waits for a single token: prompts enter as fast as they can.
@@ -141,7 +144,7 @@ def batch(
 def answer_file(
     source: str,
     target: str,
-    answering: AbstractContextManager[tuple[Answering, ModelNames]],
+    answering: AbstractContextManager[Answerer],
     defaults: dict[str, Any],
     *,
     ordered: bool,
@@ -153,18 +156,18 @@ def answer_file(
     with (
         open_input(source) as file,
         open_output(target, file, overwrite=overwrite, retry_errors=retry_errors) as output,
-        answering as (engine, names),
+        answering as answerer,
     ):
         run = BatchRun(
             read_lines(file, source),
             output,
-            names=names,
-            defaults=defaults,
+            names=answerer.names,
+            defaults={**answerer.sampling_defaults, **defaults},
             max_held=MAX_HELD if ordered else None,
         )
         ending = "stopped"
         try:
-            run.run(engine)
+            run.run(answerer.engine)
             ending = "finished"
         except KeyboardInterrupt:
             ending = "interrupted, the same command goes on from here"
@@ -175,31 +178,38 @@ def answer_file(
     return run.tally.exit_code
 
 
+class Answerer(NamedTuple):
+    """Who answers.
+
+    Attributes:
+      names: what its model is called.
+      sampling_defaults: parameters for lines that leave them out, as the model recommends them.
+    """
+
+    engine: Answering
+    names: ModelNames
+    sampling_defaults: Mapping[str, Any]
+
+
 @contextmanager
-def _in_process(
-    settings: dict[str, Any], progress: bool | None, quiet: bool, trace: str | None
-) -> Iterator[tuple[Answering, ModelNames]]:
+def _in_process(settings: dict[str, Any], progress: bool | None, quiet: bool, trace: str | None) -> Iterator[Answerer]:
     with command.load_llm(settings, progress=progress, quiet=quiet) as llm, command.traced(llm, trace):
-        yield llm, ModelNames.of(llm.model_name, settings.get("model"))
+        yield Answerer(llm, ModelNames.of(llm.model_name, settings.get("model")), llm.sampling_defaults)
 
 
 @contextmanager
 def at_server(
     connection: ConnectionOptions, target: str, model: str | None, progress: bool | None
-) -> Iterator[tuple[Answering, ModelNames]]:
-    """A server that answers, and what its model is called."""
+) -> Iterator[Answerer]:
+    """A server that answers; of its model it may say nothing, where its admin service is closed to us."""
     with connection.client(target, progress=progress, model=model, max_retries=MAX_RETRIES) as client:
-        yield client, _served_names(client)
-
-
-def _served_names(client: Client) -> ModelNames:
-    """What a server's answers are said to come from; its admin service may be closed to us."""
-    if client.config.model:
-        return ModelNames.of(client.config.model, None)
-    try:
-        return ModelNames.of(client.model_info().served_name, None)
-    except (AccessDeniedError, UnsupportedError):
-        return ModelNames.of("default", None)
+        name, sampling_defaults = client.config.model, {}
+        try:
+            info = client.model_info()
+            name, sampling_defaults = name or info.served_name, info.sampling_defaults
+        except (AccessDeniedError, UnsupportedError):
+            logger.warning("the server does not say what its model recommends: lines get the usual sampling parameters")
+        yield Answerer(client, ModelNames.of(name or "default", None), sampling_defaults)
 
 
 @dataclass

@@ -6,6 +6,7 @@ Most fields have the name of the parameter that they are. Those that have not:
     logprobs, top_logprobs (chat)    logprobs: true asks for them, the other for how many alternatives
     response_format                  structured_output
     messages, tools, …  (chat)       the prompt, a ChatPrompt; arguments of tool calls, JSON text there, are decoded
+    tool_choice                      "none" leaves the tools out of the prompt, "auto" is as if it were not there
 
 A null is a field that is left out. An error calls a field what the line calls it.
 """
@@ -34,13 +35,23 @@ _BODY_FIELDS = (
 _UNSUPPORTED = frozenset(
     """
     audio bad_words chat_template detokenize echo function_call functions guided_choice guided_grammar guided_json
-    guided_regex length_penalty metadata modalities parallel_tool_calls prediction prompt_cache_key reasoning_effort
+    guided_regex length_penalty modalities parallel_tool_calls prediction prompt_cache_key reasoning_effort
     safety_identifier service_tier store stream stream_options structured_outputs suffix tool_choice
-    truncate_prompt_tokens use_beam_search user verbosity web_search_options
+    truncate_prompt_tokens use_beam_search verbosity web_search_options
     """.split()  # noqa: SIM905
 )
-_NOTHING: dict[str, Any] = {"echo": False, "store": False, "stream": False, "suffix": "", "tool_choice": "none"}
-"""Fields that engines like this one know, and for some a value that asks for nothing: that is taken, as null is."""
+_NOTHING: dict[str, tuple[Any, ...]] = {
+    "echo": (False,),
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "stream": (False,),
+    "suffix": ("",),
+    "tool_choice": ("auto", "none"),
+}
+"""Fields that engines like this one know, and for some the values that ask for nothing: those are taken, as null is."""
+
+_CALLERS_OWN = {"user": str, "metadata": dict}
+"""Fields that change nothing, whatever they say."""
 
 _SCHEMA_FIELDS = ("name", "description", "schema", "strict")
 
@@ -135,11 +146,17 @@ def _check_field(name: str, value: Any, is_chat: bool) -> None:
         raise InvalidRequestError(f"body.{name}", value, "it is a field of chats; this is a text completion")
     if name in _BODY_FIELDS:
         return
+    if name in _CALLERS_OWN:
+        if not isinstance(value, _CALLERS_OWN[name]):
+            kind = "text" if _CALLERS_OWN[name] is str else "an object"
+            raise InvalidRequestError(f"body.{name}", value, f"{kind} is needed; it changes nothing")
+        return
     if name not in _UNSUPPORTED:
         raise InvalidRequestError(f"body.{name}", value, f"no such field; known are {', '.join(_BODY_FIELDS)}")
-    nothing = _NOTHING.get(name)
-    if nothing is None or value != nothing or isinstance(value, bool) != isinstance(nothing, bool):
-        taken = "" if nothing is None else f"; only {json.dumps(nothing)}, which asks for nothing, is taken"
+    nothing = _NOTHING.get(name, ())
+    if not any(value == known and type(value) is type(known) for known in nothing):
+        words = " or ".join(map(json.dumps, nothing))
+        taken = f"; only {words}, which asks for nothing, is taken" if nothing else ""
         raise UnsupportedError(f"body.{name} is not supported in this build{taken}")
 
 
@@ -178,6 +195,8 @@ def _structure(response_format: Any) -> dict[str, Any] | None:
 
 def _chat(body: dict[str, Any]) -> ChatPrompt:
     given = {name: body[name] for name in _CHAT_FIELDS if name in body}
+    if body.get("tool_choice") == "none":
+        given.pop("tools", None)
     if isinstance(given["messages"], list):
         given["messages"] = [with_tool_arguments(message, _decoded) for message in given["messages"]]
     try:

@@ -1,11 +1,12 @@
 """Results of benchmarks as tables: Markdown, HTML with bars, and ratios to earlier results.
 
 Results are by suite: `environment`, and any number of tables, each a list of rows (objects) under its name. `plots` are
-what `bench_plots` draws; other values are settings.
+what `bench_plots` draws, `keys` says of a table which columns tell its rows apart; other values are settings.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -35,38 +36,70 @@ def tables(result: Mapping[str, Any]) -> Iterator[tuple[str, Rows]]:
 
 
 def compared(old: Results, new: Results) -> dict[str, dict[str, Any]]:
-    """Ratios of new to old for each number with decimals, of rows that both have.
+    """Ratios of new to old for each measured number, of rows that both have: those whose keys are equal.
 
-    Rows are the same if everything else in them is: sizes, names and counts.
+    Results of before there were `keys` are told apart by their first column and by whatever is no number with decimals.
+    Where that does not tell rows apart, they are not compared, and a table "not compared" says so.
     """
     found: dict[str, dict[str, Any]] = {}
     for suite, result in new.items():
         before = dict(tables(old.get(suite, {})))
         kept: dict[str, Any] = {}
+        unclear = []
         for name, rows in tables(result):
-            earlier = {_identity(row): row for row in before.get(name, [])}
-            ratios = [_ratios(earlier[_identity(row)], row) for row in rows if _identity(row) in earlier]
-            if ratios:
-                kept[name] = ratios
+            if name not in before:
+                continue
+            keys = _keys(name, [*before[name], *rows], old[suite], result)
+            earlier, later = _by_identity(before[name], keys), _by_identity(rows, keys)
+            both = [identity for identity in later if identity in earlier]
+            clear = [identity for identity in both if len(earlier[identity]) == len(later[identity]) == 1]
+            if clear:
+                kept[name] = [_ratios(earlier[identity][0], later[identity][0], keys) for identity in clear]
+            if count := len(both) - len(clear):
+                unclear.append({"table": name, "rows": count, "are not told apart by": ", ".join(keys)})
+        if unclear:
+            kept["not compared"] = unclear
         if kept:
             found[suite] = {"environment": _both(old[suite], result), **kept}
     return found
 
 
-def _identity(row: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    return tuple((name, str(value)) for name, value in row.items() if _is_key(name, value))
+def _keys(name: str, rows: Rows, *results: Mapping[str, Any]) -> list[str]:
+    """The columns that tell rows of a table apart, as the newest of the results says that has any."""
+    for result in reversed(results):
+        if name in result.get("keys", {}):
+            return list(result["keys"][name])
+    first, *columns = _columns(rows)
+    measured = {column for column in columns for row in rows if _is_measured(column, row.get(column))}
+    return [first, *(column for column in columns if column not in measured)]
 
 
-def _is_key(name: str, value: Any) -> bool:
-    return not isinstance(value, float) and not (isinstance(value, str) and value.endswith("%")) and name != "verdict"
+def _is_measured(name: str, value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, str) and value.endswith("%")) or name == "verdict"
 
 
-def _ratios(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    row: dict[str, Any] = {name: value for name, value in new.items() if _is_key(name, value)}
+def _by_identity(rows: Rows, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Mapping[str, Any]]]:
+    found: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(tuple(_comparable(row.get(key)) for key in keys), []).append(row)
+    return found
+
+
+def _comparable(value: Any) -> Any:
+    """Numbers as they are, so that 4 is 4.0."""
+    return value if isinstance(value, int | float) else str(value)
+
+
+def _ratios(old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    row = {name: new.get(name) for name in keys}
     for name, value in new.items():
-        if isinstance(value, float) and isinstance(old.get(name), int | float) and old[name]:
+        if name not in keys and _is_number(value) and _is_number(old.get(name)) and old[name]:
             row[name] = value / old[name]
     return row
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _both(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:

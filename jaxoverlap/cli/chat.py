@@ -18,7 +18,7 @@ from jaxoverlap.cli import command
 from jaxoverlap.cli.connection import Answering, ConnectionOptions, server_model
 from jaxoverlap.cli.options import EngineOptions
 from jaxoverlap.cli.request_options import SamplingOptions, TreatmentOptions
-from jaxoverlap.errors import EngineError, JaxOverlapError, ServiceError
+from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError, ServiceError
 from jaxoverlap.outputs import RequestOutput
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
@@ -64,7 +64,7 @@ def chat(
 
     Exit codes: 0 done, 1 an answer broke off, 2 an error, 130 Ctrl-C where there is no answer to stop and no terminal.
     """
-    params = check_one_answer(SamplingParams(**sampling.values(**DEFAULTS)))
+    params = check_chat(SamplingParams(**sampling.values(**DEFAULTS)))
     options = RequestOptions(**treatment.values())
     if server is None:
         connection.check_unused()
@@ -76,10 +76,13 @@ def chat(
         return Chat(client, params, options, system, quiet).run()
 
 
-def check_one_answer(params: SamplingParams) -> SamplingParams:
-    """Raises CommandError for several samples."""
+def check_chat(params: SamplingParams) -> SamplingParams:
+    """As they are. Raises CommandError for several samples, InvalidRequestError for what a chat does not show."""
     if params.num_samples > 1:
         raise command.CommandError("--n and --best-of: a chat goes on with one answer")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None:
+            raise InvalidRequestError(name, getattr(params, name), "a chat does not show them; use generate --json")
     return params
 
 
@@ -177,7 +180,7 @@ def _lines(interactive: bool) -> Iterator[str]:
         import readline  # noqa: F401  lines can then be edited, and called back
     while True:
         try:
-            line = input("> ") if interactive else sys.stdin.readline()
+            line = _typed() if interactive else sys.stdin.readline()
         except EOFError:
             print(file=sys.stderr)
             return
@@ -191,3 +194,11 @@ def _lines(interactive: bool) -> Iterator[str]:
         if not interactive and not line:
             return
         yield line.removesuffix("\n").removesuffix("\r")
+
+
+def _typed() -> str:
+    """A line from the terminal. The prompt is no answer, so where those go into a file it does not."""
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)
+    return input()

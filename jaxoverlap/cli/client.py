@@ -15,10 +15,10 @@ from jaxoverlap.cli import command
 from jaxoverlap.cli.batch import InputFile, Ordered, OutputFile, Overwrite, RetryErrors, answer_file, at_server
 from jaxoverlap.cli.batch_file import STANDARD
 from jaxoverlap.cli.chat import DEFAULTS as CHAT_DEFAULTS
-from jaxoverlap.cli.chat import Chat, check_one_answer
+from jaxoverlap.cli.chat import Chat, check_chat
 from jaxoverlap.cli.command import as_command
 from jaxoverlap.cli.connection import DEFAULT_TARGET, TARGET_VARIABLE, ConnectionOptions
-from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, read_prompts, show_answers
+from jaxoverlap.cli.generate import AsJson, Prompts, Quiet, check_shown, read_prompts, show_answers
 from jaxoverlap.cli.request_options import ChatOptions, SamplingOptions, StructureOptions, TreatmentOptions
 from jaxoverlap.observe import memory_page
 from jaxoverlap.observe.step_log import CAPACITY, describe_step
@@ -65,8 +65,9 @@ def generate(
     treatment: TreatmentOptions,
 ) -> int:
     """Generate text from prompts, and print it as it comes; as `jaxoverlap generate` does without a server."""
-    texts = read_prompts(prompts or ["-"])
     params = SamplingParams(**(sampling.values(temperature=0.0, max_tokens=256) | structure.values()))
+    check_shown(params, as_json)
+    texts = read_prompts(prompts or ["-"])
     options = RequestOptions(**treatment.values())
     asked = chat.prompts(texts)
     with connection.client(target, progress=False, model=model) as client:
@@ -87,7 +88,7 @@ def chat(
     treatment: TreatmentOptions,
 ) -> int:
     """Chat with the model; as `jaxoverlap chat --server`, whose help has the commands."""
-    params = check_one_answer(SamplingParams(**sampling.values(**CHAT_DEFAULTS)))
+    params = check_chat(SamplingParams(**sampling.values(**CHAT_DEFAULTS)))
     options = RequestOptions(**treatment.values())
     with connection.client(target, progress=False, model=model) as client:
         return Chat(client, params, options, system, quiet).run()
@@ -165,25 +166,35 @@ def snapshot(
             help="As a map over time, into a page of HTML.",
         ),
     ] = None,
-    count: Annotated[int, typer.Option(min=1, help="Moments of the map.")] = 1,
+    count: Annotated[
+        int | None, typer.Option(min=1, show_default=False, help="Moments of the map. Default: 1.")
+    ] = None,
     every: Annotated[
-        float,
+        float | None,
         typer.Option(
             metavar="SECONDS",
             min=0.0,
             max=command.LONGEST_SECONDS,
             callback=command.finite,
-            help="Between two of them.",
+            show_default=False,
+            help="Between two of them. Default: 1.",
         ),
-    ] = 1.0,
+    ] = None,
     target: Target = DEFAULT_TARGET,
     *,
     connection: ConnectionOptions,
 ) -> int:
     """Who has which KV page, as JSON, as a picture, or with --html over time: a page to look at."""
+    if html is None:
+        for name, value in (("count", count), ("every", every)):
+            if value is not None:
+                raise command.CommandError(f"--{name} is for a map over time; it needs --html")
+    elif as_svg:
+        raise command.CommandError("--svg is one moment and --html a map over time; use one of them")
     with connection.client(target, progress=False) as client:
         if html is not None:
-            command.write_text(html, memory_page.to_page(list(_snapshots(client, count, every))))
+            moments = _snapshots(client, count or 1, 1.0 if every is None else every)
+            command.write_text(html, memory_page.to_page(list(moments)))
             return command.OK
         found = client.memory_snapshot()
     print(found.to_svg() if as_svg else json.dumps(found.to_dict()))
@@ -260,6 +271,8 @@ def profile(
     connection: ConnectionOptions,
 ) -> int:
     """Start JAX's profiler in the server, which needs --profile-dir; prints the folder on its machine."""
+    if stop and steps is not None:
+        raise command.CommandError("--steps is for a profile that begins, --stop ends one; use one of them")
     with connection.client(target, progress=False) as client:
         print(client.stop_profile() if stop else client.start_profile(steps))
     return command.OK

@@ -27,6 +27,7 @@ import typer
 from rich.console import Console
 
 from jaxoverlap.cli.options import expand_groups
+from jaxoverlap.config import EngineConfig
 from jaxoverlap.errors import JaxOverlapError
 
 if TYPE_CHECKING:
@@ -176,7 +177,9 @@ def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool, wa
     _set_up_log(quiet)
     with _starting():
         from jaxoverlap.llm import LLM
+        from jaxoverlap.runtime.memory import let_jax_take
 
+        let_jax_take(settings.get("gpu_memory_fraction", EngineConfig.gpu_memory_fraction))
         return LLM(progress=False if quiet else progress, warm_up=warm_up, **(watchdog_defaults() | settings))
 
 

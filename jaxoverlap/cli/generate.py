@@ -72,20 +72,29 @@ def generate(
 
     Exit codes: 0 done, 1 an answer broke off, 2 an error, 130 Ctrl-C, 141 standard output was closed.
     """
-    texts = read_prompts(prompts or ["-"])
     params = SamplingParams(**(sampling.values(temperature=0.0, max_tokens=256) | structure.values()))
+    check_shown(params, as_json)
+    texts = read_prompts(prompts or ["-"])
     options = RequestOptions(**treatment.values())
     asked = chat.prompts(texts)
-    settings = engine.settings(**_fitting(texts, chat.chat, params.num_samples))
+    # Which steps there are must not depend on the prompts where every bit counts.
+    fitting = {} if engine.deterministic else _fitting(texts, chat.chat, params.num_samples)
+    settings = engine.settings(**fitting)
 
     with command.load_llm(settings, progress=None, quiet=quiet, warm_up=False) as llm:
         for index, prompt in enumerate(asked):
             _check(llm, prompt, params, index, len(asked))
         command.warm_up_llm(llm)
         with command.traced(llm, trace):
-            return show_answers(
-                llm, asked, texts, params, options, together=settings["max_running"], as_json=as_json, quiet=quiet
-            )
+            together = llm.resolved.scheduler.max_running
+            return show_answers(llm, asked, texts, params, options, together=together, as_json=as_json, quiet=quiet)
+
+
+def check_shown(params: SamplingParams, as_json: bool) -> None:
+    """Raises InvalidRequestError for log-probabilities that would be computed and not printed."""
+    for name in ("logprobs", "prompt_logprobs"):
+        if not as_json and getattr(params, name) is not None:
+            raise InvalidRequestError(name, getattr(params, name), "plain text does not show them; use --json as well")
 
 
 def show_answers(

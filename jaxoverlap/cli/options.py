@@ -25,6 +25,14 @@ class EngineOptions:
         str | None,
         _engine(help="Folder with safetensors, .gguf file or Hugging Face hub id. Default: SmolLM2-135M-Instruct."),
     ] = None
+    generation_config: Annotated[
+        str | None,
+        _engine(
+            metavar="auto|off",
+            help="Whether what a request leaves out (temperature, top_p, top_k, min_p, repetition_penalty) comes of "
+            "the model's generation_config.json. Default: auto, which is yes.",
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         _engine(
@@ -77,7 +85,7 @@ class EngineOptions:
         ),
     ] = None
     gpu_memory_fraction: Annotated[
-        float | None, _engine(help="Share of the GPU's memory to use, above 0, at most 1. Default: 0.9.")
+        float | None, _engine(help="Share of the GPU's memory to take, above 0, at most 1. Default: 0.9.")
     ] = None
     schedule: Annotated[
         str | None,
@@ -103,7 +111,9 @@ class EngineOptions:
     ] = None
     max_mixed_tokens: Annotated[
         int | None,
-        _engine(help="Prompt tokens in a step with decoding rows. Default: 64 on a CPU, 512 on a GPU; in a batch all."),
+        _engine(
+            help="Where steps are mixed: prompt tokens in one. Default: 64 on a CPU, 512 on a GPU; in a batch all."
+        ),
     ] = None
     decode_wait_ms: Annotated[
         float | None,
@@ -159,14 +169,14 @@ class EngineOptions:
     ] = None
 
     def settings(self, **defaults: Any) -> dict[str, Any]:
-        """Arguments for `LLM`: what was given, else `defaults`.
+        """Arguments for `LLM`: what was given, else those of `defaults` that have an effect beside it.
 
         Raises:
           ConfigError: a value out of range; nothing has been loaded yet.
         """
-        settings = defaults | given(self)
-        EngineConfig(**settings)
-        return settings
+        stated = given(self)
+        idle = EngineConfig(**(defaults | stated)).without_effect
+        return {name: value for name, value in defaults.items() if name not in idle} | stated
 
 
 def given(options: Any) -> dict[str, Any]:

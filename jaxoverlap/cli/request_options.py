@@ -96,7 +96,11 @@ class SamplingOptions:
         bool | None, _ending("--include-stop", help="Leave what ended the answer, text or token, in the text.")
     ] = None
     keep_special_tokens: Annotated[
-        bool | None, _said("--keep-special-tokens", help="Leave special tokens in the text.")
+        bool | None,
+        _said(
+            "--keep-special-tokens/--skip-special-tokens",
+            help="Whether special tokens are in the text. Default: only with --tools.",
+        ),
     ] = None
     logprobs: Annotated[
         int | None,
@@ -113,8 +117,8 @@ class SamplingOptions:
           InvalidRequestError: a value out of range.
         """
         values = defaults | given(self)
-        if values.pop("keep_special_tokens", False):
-            values["skip_special_tokens"] = False
+        if "keep_special_tokens" in values:
+            values["skip_special_tokens"] = not values.pop("keep_special_tokens")
         if "logit_bias" in values:
             values["logit_bias"] = dict(_bias(text) for text in values["logit_bias"])
         SamplingParams(**values)

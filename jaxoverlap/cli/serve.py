@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ import typer
 
 from jaxoverlap.cli import command
 from jaxoverlap.cli.options import EngineOptions, given
+from jaxoverlap.errors import JaxOverlapError
 
 if TYPE_CHECKING:
     from jaxoverlap.server.address import Address
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_QUEUE = 1024
 
@@ -140,6 +144,27 @@ def serve(
 
     Exit codes: 0 stopped by a signal, 2 it could not start or go on.
     """
+    if operation.log_format != "json":
+        return _serve(engine, network, security, limits, operation)
+    from jaxoverlap.observe.logs import log_to_stderr
+
+    log_to_stderr("server", "info", "json")  # until the settings are known to be right
+    try:
+        return _serve(engine, network, security, limits, operation)
+    except BrokenPipeError:
+        raise
+    except (command.CommandError, JaxOverlapError, OSError) as error:
+        logger.error("%s", error)
+        return command.FAILED
+
+
+def _serve(
+    engine: EngineOptions,
+    network: NetworkOptions,
+    security: SecurityOptions,
+    limits: LimitOptions,
+    operation: OperationOptions,
+) -> int:
     from jaxoverlap.engine.core_process import EngineSpec
     from jaxoverlap.observe.logs import log_to_stderr
     from jaxoverlap.server.config import ServerConfig
@@ -159,7 +184,10 @@ def serve(
         run(config, spec, _say_ready)
     except BaseException as error:
         if config.in_process:
-            command.say(f"error: {error}")
+            if config.log_format == "json":
+                logger.error("%s", error)
+            else:
+                command.say(f"error: {error}")
             os._exit(command.FAILED)
         raise
     if config.in_process:  # its thread may still compile

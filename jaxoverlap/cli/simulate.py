@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxoverlap.cli import command
-from jaxoverlap.config import EngineConfig
+from jaxoverlap.config import MAX_LOOKAHEAD, MAX_MODEL_LEN, MAX_RUNNING, EngineConfig
 
 if TYPE_CHECKING:
     from jaxoverlap.simulation.virtual_time import Arrival, Prediction, Speeds
@@ -25,11 +25,11 @@ _time = functools.partial(typer.Option, min=0.0, callback=command.finite)
 
 
 def simulate(
-    rows: Annotated[int, typer.Option(help="Requests that decode together at most.")] = 64,
+    rows: Annotated[int, typer.Option(min=1, max=MAX_RUNNING, help="Requests that decode together at most.")] = 64,
     requests: Annotated[int, typer.Option(min=1, help="How many come.")] = 256,
     rate: Annotated[float, typer.Option(help="Requests a second, Poisson; inf: all at once.")] = math.inf,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
-    output_len: Annotated[int, typer.Option(min=1, help="Tokens of each answer.")] = 128,
+    prompt_len: Annotated[int, typer.Option(min=1, max=MAX_MODEL_LEN, help="Tokens of each prompt.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, max=MAX_MODEL_LEN, help="Tokens of each answer.")] = 128,
     device_ms: Annotated[
         float | None, _time(help="Device time of a step, whatever is in it.", show_default="5")
     ] = None,
@@ -41,7 +41,7 @@ def simulate(
     host_ms: Annotated[float | None, _time(help="Host time of a step, whatever is in it.", show_default="0.1")] = None,
     host_us_per_row: Annotated[float | None, _time(help="For each row.", show_default="1")] = None,
     lookaheads: Annotated[
-        list[int] | None, typer.Option("--lookahead", help="Of overlap. Default: 1, 2 and 4.")
+        list[int] | None, typer.Option("--lookahead", min=0, max=MAX_LOOKAHEAD, help="Of overlap. Default: 1, 2 and 4.")
     ] = None,
     measured: Annotated[
         list[str] | None,
@@ -52,8 +52,12 @@ def simulate(
         ),
     ] = None,
     platform: Annotated[
-        Literal["gpu", "cpu"], typer.Option(help="Whose defaults the engine has, such as tokens of a step.")
-    ] = "gpu",
+        Literal["gpu", "cpu"] | None,
+        typer.Option(
+            show_default=False,
+            help="Whose defaults the engine has, such as tokens of a step. Default: that of the traces, else gpu.",
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of the arrivals.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="As a list of objects.")] = False,
 ) -> int:
@@ -76,16 +80,24 @@ def simulate(
         "host_row": (host_us_per_row, 1e6),
     }
     assumed: dict[str, Any] = {name: value / unit for name, (value, unit) in given.items() if value is not None}
-    speeds = replace(_speeds(measured), **assumed)
+    measured_speeds, measured_on = _measured(measured or [])
+    platform = platform or measured_on
+    speeds = replace(measured_speeds, **assumed)
     if not assumed.keys() <= {"host_step", "host_row"}:
         speeds = replace(speeds, shapes={})  # measured of another device than is asked for
     arrivals = [Arrival(moment, prompt_len, output_len) for moment in _moments(requests, rate, seed)]
-    found = []
+    found, unmeasured = [], []
     schedules: list[tuple[str, int]] = [("serial", 0), ("timeslice", 0)]
     for schedule, lookahead in schedules + [("overlap", depth) for depth in lookaheads or [1, 2, 4]]:
         config = EngineConfig(schedule=schedule, lookahead=lookahead, max_running=rows)  # type: ignore[arg-type]
-        found.append(
-            {"schedule": schedule, "lookahead": lookahead, **_described(run(config, speeds, arrivals, platform))}
+        prediction = run(config, speeds, arrivals, platform)
+        if speeds.shapes and prediction.measured < prediction.steps / 2:
+            unmeasured.append(f"{schedule} {lookahead}: {prediction.measured} of {prediction.steps}")
+        found.append({"schedule": schedule, "lookahead": lookahead, **_described(prediction)})
+    if unmeasured:
+        command.say(
+            "warning: most steps are not among those that were measured, and go by rows and prompt tokens "
+            f"({'; '.join(unmeasured)}); --platform is {platform}, and --rows {rows}"
         )
     if as_json:
         print(json.dumps(found))
@@ -94,19 +106,29 @@ def simulate(
     return command.OK
 
 
-def _speeds(paths: list[str] | None) -> Speeds:
+def _measured(paths: list[str]) -> tuple[Speeds, Literal["gpu", "cpu"]]:
+    """The speeds of traces and the platform they were recorded on; without any, what is assumed.
+
+    Raises:
+      CommandError: a trace can't be read, or they are of different platforms.
+    """
     from jaxoverlap.observe import trace_file
     from jaxoverlap.simulation.measured_speeds import speeds_of
     from jaxoverlap.simulation.virtual_time import Speeds
 
     if not paths:
-        return Speeds(step=5e-3, row=10e-6, prompt_token=20e-6, host_step=1e-4, host_row=1e-6)
+        return Speeds(step=5e-3, row=10e-6, prompt_token=20e-6, host_step=1e-4, host_row=1e-6), "gpu"
     try:
-        speeds = speeds_of(*map(trace_file.read, paths))
+        traces = [trace_file.read(path) for path in paths]
+        speeds = speeds_of(*traces)
     except OSError as error:
         raise command.CommandError(f"--measured {error.filename}: {error.strerror or error}") from error
     except ValueError as error:
         raise command.CommandError(f"--measured: {error}") from error
+    said = [trace.get("otherData", {}).get("platform") for trace in traces]  # not by traces of older versions
+    platforms = {platform for platform in said if platform is not None}
+    if len(platforms) > 1:
+        raise command.CommandError(f"--measured: the traces are of different platforms: {', '.join(sorted(platforms))}")
     command.say(
         f"measured: --device-ms {1e3 * speeds.step:.4g} --device-us-per-row {1e6 * speeds.row:.4g}"
         f" --device-us-per-prompt-token {1e6 * speeds.prompt_token:.4g}"
@@ -115,7 +137,7 @@ def _speeds(paths: list[str] | None) -> Speeds:
     )
     if speeds.shapes:
         command.say(f"and {len(speeds.shapes)} compiled steps on their own, as long as no --device option is given")
-    return speeds
+    return speeds, "cpu" if platforms == {"cpu"} else "gpu"
 
 
 def _moments(count: int, rate: float, seed: int) -> Iterator[float]:

@@ -180,18 +180,18 @@ class ClientBase:
         client_request_id: str = "",
     ) -> Ask:
         """Raises InvalidRequestError for something that no message can hold; nothing has been sent."""
-        params, options = params or SamplingParams(), options or DEFAULT_OPTIONS
+        options = options or DEFAULT_OPTIONS
         timeout = self.config.timeout if options.timeout is None else options.timeout
         message = requests.generation(
             prompt, params, options, model=self.config.model, client_request_id=client_request_id
         )
-        return Ask(prompt, params, message, timeout)
+        return Ask(prompt, params or SamplingParams(), message, timeout)
 
     def _asks(self, prompts: Any, sampling_params: Any, options: Any, client_request_id: str) -> list[Ask]:
         """One for each prompt; raises InvalidRequestError with the prompt's place in the list."""
         many: Sequence[Any] = prompts if is_list_of_prompts(prompts) else [prompts]
         params = one_for_each(many, "sampling_params", sampling_params, SamplingParams)
-        treatment = one_for_each(many, "options", options, RequestOptions)
+        treatment = one_for_each(many, "options", options, RequestOptions, DEFAULT_OPTIONS)
         asks = []
         for index, given in enumerate(zip(many, params, treatment, strict=True)):
             try:

@@ -9,13 +9,17 @@ from typing import Any, Self
 class _Reply:
     @classmethod
     def of(cls, message: Any) -> Self:
-        """From the message with the same fields; repeated ones become tuples, optional ones that are not set None."""
+        """From the message with the same fields: repeated ones become tuples, maps dicts, and optional ones that
+        are not set None."""
         values = {}
         for field in fields(cls):  # type: ignore[arg-type]
             descriptor, value = message.DESCRIPTOR.fields_by_name[field.name], getattr(message, field.name)
             if descriptor.has_presence and not message.HasField(field.name):
                 value = None
-            values[field.name] = tuple(value) if descriptor.is_repeated else value
+            if descriptor.is_repeated:
+                is_map = descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry
+                value = dict(value) if is_map else tuple(value)
+            values[field.name] = value
         return cls(**values)
 
 
@@ -26,7 +30,8 @@ class ModelInfo(_Reply):
     Attributes:
       served_name: what requests may call it.
       max_model_len: prompt and outputs together, in tokens.
-      capabilities: what requests may ask for in this build.
+      capabilities: what requests may ask for in this build, as fields of `SamplingParams`.
+      sampling_defaults: what they get if they leave it out, where the model's generation_config.json says something.
     """
 
     served_name: str
@@ -38,6 +43,7 @@ class ModelInfo(_Reply):
     has_chat_template: bool
     dtype: str
     capabilities: tuple[str, ...]
+    sampling_defaults: dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ class Client(ClientBase):
 
         Args:
           prompts: one prompt or a list of them.
-          sampling_params: for all, or one for each; None is `SamplingParams()`.
+          sampling_params: for all, or one for each; None leaves it to the server.
           options: priority, timeout and cache salt, for all, or one for each. The timeout becomes the call's deadline.
           client_request_id: for the service's logs.
           progress: overrides the constructor's.

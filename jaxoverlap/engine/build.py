@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -33,9 +35,10 @@ class BuiltEngine:
 
     Attributes:
       name: what to call its model; architecture: its kind.
+      sampling_defaults: fields of `SamplingParams` for requests that leave them out.
       tokenizer_source: for `Tokenizer.from_source`, where another process needs one.
       dtype, kv_cache_dtype, devices: what computes, in words.
-    The last five are only for servers to tell.
+    The last six are only for servers to tell.
     """
 
     name: str
@@ -44,6 +47,7 @@ class BuiltEngine:
     tokenizer: Tokenizer
     model_config: ModelConfig
     resolved: ResolvedConfig
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_source: TokenizerSource = Path()
     architecture: str = ""
     dtype: str = ""
@@ -81,6 +85,8 @@ def build_engine(
         context_per_token=context_per_token(shape),
     )
     logger.info("%s, KV %s, on %s: %s", dtype.name, kv_dtype_name(kv_dtype), device, resolved.describe())
+    for name, why in config.without_effect.items():
+        logger.warning("%s has no effect: %s", name, why)
     if resolved.shortfall:
         logger.warning(resolved.shortfall)
     runner = DeviceRunner(
@@ -109,6 +115,7 @@ def build_engine(
         tokenizer,
         shape,
         resolved,
+        sampling_defaults=files.sampling_defaults if config.generation_config == "auto" else {},
         tokenizer_source=files.tokenizer_source,
         architecture=shape.family,
         dtype=dtype.name,

@@ -24,7 +24,7 @@ class SampleCollector:
     def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
         self.request = request
         self.is_finished = False
-        self._assembler = OutputAssembler(tokenizer, request.sampling)
+        self._assembler = OutputAssembler(tokenizer, request.sampling, request.prompt_ids)
         self._num_taken = 0
         self._texts: list[str] = []
         self._token_ids: list[int] = []

@@ -104,9 +104,11 @@ def _watching(supervisor: socket.socket, on_orphaned: Callable[[], None]) -> Ite
 def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
     from jaxoverlap.engine.core import EngineCore
     from jaxoverlap.engine.profiler import Profiler
+    from jaxoverlap.runtime.memory import let_jax_take
 
     options = {} if spec.progress is None else {"progress": _named(spec.progress)}
     config = EngineConfig(**spec.config)
+    let_jax_take(config.gpu_memory_fraction)
     built = _named(spec.builder)(config, **options)
     scheduler = built.resolved.scheduler
     source = built.tokenizer_source
@@ -125,8 +127,11 @@ def _build(spec: EngineSpec, links: Sequence[Link]) -> Any:
         dtype=built.dtype,
         kv_cache_dtype=built.kv_cache_dtype,
         devices=list(built.devices),
+        platform=built.resolved.platform,
         schedule=built.resolved.schedule,
+        lookahead=built.resolved.lookahead,
         capabilities=built.engine.supported_parameters,
+        sampling_defaults=dict(built.sampling_defaults),
         tokenizer_source=source if isinstance(source, Mapping) else str(source),
     )
     full_collections_only_when_idle()

@@ -71,11 +71,9 @@ class Engine:
         return names if self.constraints is not None else [name for name in names if name != "structured_output"]
 
     def check(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray:
-        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does, and waits as it does."""
-        prompt, _, _ = self._resolve(prompt_ids, sampling)
-        if (compiling := self.compile_constraint(sampling)) is not None:
-            compiling.result()
-        return prompt
+        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does, but for what
+        `compile_constraint` finds."""
+        return self._resolve(prompt_ids, sampling)[0]
 
     def compile_constraint(self, sampling: SamplingParams) -> Future[CompiledConstraint] | None:
         """Starts to compile what the text must be, for `add`; None if it may be anything. May be called from any
@@ -129,6 +127,8 @@ class Engine:
         prompt, max_tokens, stop_ids = self._resolve(prompt_ids, sampling)
         if compiled is None and (compiling := self.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
+        if compiled is not None:
+            compiled = compiled.behind(prompt)
         seed = secrets.randbits(64) if sampling.seed is None else int(sampling.seed)
         samples: list[Request] = []
         for sample_index in range(sampling.num_samples):

@@ -6,30 +6,37 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
 
 
 @contextmanager
 def interrupt_deferred() -> Iterator[None]:
-    """Holds Ctrl-C back, however often it comes, until the block is done or has failed, then raises KeyboardInterrupt.
+    """Holds Ctrl-C back until the block is done or has failed, then calls the program's handler, as often as it came.
 
-    The block should be short. Only the main thread gets signals; elsewhere, and where the program has its own handler
-    (or a block around this one is doing the same), this does nothing.
+    Python's own raises KeyboardInterrupt; asyncio's cancels the main task, and raises when it comes again.
+    The block should be short. Only the main thread gets signals; elsewhere, and where a Ctrl-C is ignored, or ends the
+    process at once, or a block around this one is doing the same, this does nothing.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    handler = signal.getsignal(signal.SIGINT) if in_main else None
+    if not callable(handler) or isinstance(handler, _Note):
         yield
         return
-    interrupted = False
-
-    def note(signum: int, frame: Any) -> None:
-        nonlocal interrupted
-        interrupted = True
-
+    note = _Note()
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if interrupted:
-            raise KeyboardInterrupt
+        signal.signal(signal.SIGINT, handler)
+        for frame in note.frames:
+            handler(signal.SIGINT, frame)
+
+
+class _Note:
+    """A handler that keeps what the program's will be called with."""
+
+    def __init__(self) -> None:
+        self.frames: list[FrameType | None] = []
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        self.frames.append(frame)

@@ -49,9 +49,10 @@ class EngineFacts:
 
     Attributes:
       name, architecture, dtype, kv_cache_dtype, devices, schedule, capabilities: for `AdminService`.
+      platform, schedule, lookahead: for traces.
       tokenizer_source: for `Tokenizer.from_source`: a folder, or the tokenizer's part of GGUF metadata.
       max_queue: None is no limit.
-      capabilities: fields of `SamplingParams` that this build serves.
+      capabilities: fields of `SamplingParams` that this build serves; sampling_defaults: for those left out.
     """
 
     name: str
@@ -66,8 +67,11 @@ class EngineFacts:
     dtype: str
     kv_cache_dtype: str
     devices: list[str]
+    platform: str
     schedule: str
+    lookahead: int
     capabilities: list[str]
+    sampling_defaults: dict[str, Any]
     tokenizer_source: str | Mapping[str, Any]
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxoverlap.engine.profiler import Profiler
 from jaxoverlap.errors import ConflictError
 from jaxoverlap.observe import trace_file
+from jaxoverlap.observe.chrome_trace import About
 
 if TYPE_CHECKING:
     from jaxoverlap.engine.core import EngineCore
@@ -69,4 +70,5 @@ class Questions:
 
     def _stop_trace(self) -> Callable[[], bytes]:
         timeline, facts = self._engine.stop_timeline(), self._core.facts
-        return lambda: trace_file.packed(timeline, {"model": facts.name, "schedule": facts.schedule})
+        about = About(facts.name, facts.platform, facts.schedule, facts.lookahead)
+        return lambda: trace_file.packed(timeline, about)

@@ -11,8 +11,10 @@ what it had committed is lost, and who waits for it would wait forever.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
@@ -27,6 +29,9 @@ from jaxoverlap.request import Request, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.text.stop_strings import hidden_stops
 from jaxoverlap.text.tokenizer import Tokenizer
+
+_LET_OTHERS_SECONDS = 20e-6
+"""Enough for a thread that waits for a lock to wake up and take it."""
 
 
 class SharedEngine:
@@ -43,6 +48,8 @@ class SharedEngine:
         self.is_closed = False
         self._tokenizer = tokenizer
         self._stopped_by: BaseException | None = None
+        self._waiting: set[int] = set()
+        """Threads that want the lock for a step or a prompt."""
         self._is_busy = False
         self._leaving: deque[PromptCollector] = deque()
         """To be let go when the engine is not busy."""
@@ -57,10 +64,22 @@ class SharedEngine:
     def queue_is_full(self) -> bool:
         return self.engine.queue_is_full
 
-    def check(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray:
-        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does."""
+    def check(
+        self,
+        prompt_ids: Sequence[int] | np.ndarray,
+        sampling: SamplingParams,
+        compiling: Future[CompiledConstraint] | None,
+    ) -> np.ndarray:
+        """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does.
+
+        Args:
+          compiling: what `Engine.compile_constraint` gave for these parameters; it is waited for.
+        """
         hidden_stops(self._tokenizer, sampling)
-        return self.engine.check(prompt_ids, sampling)
+        prompt = self.engine.check(prompt_ids, sampling)
+        if compiling is not None:
+            compiling.result()
+        return prompt
 
     def add(
         self,
@@ -87,7 +106,7 @@ class SharedEngine:
             compiled = compiling.result()
         collector = None
         try:
-            with self.lock, interrupt_deferred():
+            with self._turn(), interrupt_deferred():
                 self.check_open()
                 with self._busy():
                     requests = self.engine.add_samples(prompt_ids, sampling, options, compiled)
@@ -100,16 +119,33 @@ class SharedEngine:
             raise
         return collector
 
-    def step(self) -> int:
+    def step(self, unless: Sized = ()) -> int:
         """One step of the engine, for all callers. Returns the number of new tokens.
+
+        Args:
+          unless: nothing is done if it has something in it when it is this caller's turn: others' steps brought it.
 
         Raises:
           EngineError: it is closed, or the engine has failed, now or before.
           KeyboardInterrupt: Ctrl-C; the step is done.
         """
-        with self.lock, interrupt_deferred():
+        with self._turn(), interrupt_deferred():
             self.check_open()
-            return self._step()
+            return 0 if unless else self._step()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Holds the lock. It is nobody's who waits longest, so who has had it lets others go first."""
+        me = threading.get_ident()
+        self._waiting.add(me)
+        try:
+            with self.lock:
+                self._waiting.discard(me)
+                yield
+        finally:
+            self._waiting.discard(me)
+            if self._waiting:
+                time.sleep(_LET_OTHERS_SECONDS)
 
     def _step(self) -> int:
         try:
@@ -166,12 +202,14 @@ class SharedEngine:
                 self._callers.pop(sample.request.request_id, None)
                 self.engine.abort(sample.request)
 
-    def close(self) -> bool:
-        """Forgets all callers. False when it was closed before."""
-        with self.lock:
-            was_open, self.is_closed = not self.is_closed, True
-            self._callers.clear()
-            return was_open
+    def close(self, seconds: float = -1.0) -> bool:
+        """Ends all calls with the step under way. False if that takes longer than so many seconds; -1 is no limit."""
+        self.is_closed = True
+        if not self.lock.acquire(timeout=seconds):
+            return False
+        self._callers.clear()
+        self.lock.release()
+        return True
 
     def check_open(self) -> None:
         if self.is_closed:

@@ -82,9 +82,9 @@ class Watchdog:
         if math.isfinite(self._seconds):
             self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool = True) -> None:
         self._stopped.set()
-        if self._thread.is_alive():
+        if wait and self._thread.is_alive():
             self._thread.join()
 
     def _watch(self) -> None:

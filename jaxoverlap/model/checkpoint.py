@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,14 +18,26 @@ import numpy as np
 
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model.config import ModelConfig, config_from_gguf, config_from_hf
+from jaxoverlap.model.generation_config import sampling_defaults
 from jaxoverlap.model.gguf_file import GgufFile
 from jaxoverlap.model.safetensors_file import SafetensorsFile
 
+logger = logging.getLogger(__name__)
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_ROTARY_BUFFERS = tuple(f".rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
+_ROWS_COMPARED = 1024
 
 TokenizerSource = Path | Mapping[str, Any]
 """Where a tokenizer comes from: a folder with tokenizer files, or GGUF metadata."""
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor holds what the configuration says already, so that nobody needs it."""
+    return name.endswith(_ROTARY_BUFFERS)
 
 
 class Checkpoint(Protocol):
@@ -32,11 +45,13 @@ class Checkpoint(Protocol):
 
     Attributes:
       config: the model they hold.
+      sampling_defaults: fields of `SamplingParams` for requests that leave them out.
       tokenizer_source: for `Tokenizer.from_source`.
       fingerprint: hex digest of configuration, tensor tables and file sizes; not of every weight.
     """
 
     config: ModelConfig
+    sampling_defaults: Mapping[str, Any]
     tokenizer_source: TokenizerSource
     fingerprint: str
 
@@ -62,20 +77,35 @@ class HfCheckpoint:
         # What the model is comes first: a folder that says nothing sensible of it is not looked at for weights.
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
-        self.config = config_from_hf(config, read_json(generation_path) if generation_path.is_file() else None)
+        generation_config = read_json(generation_path) if generation_path.is_file() else {}
+        self.config = config_from_hf(config, generation_config)
+        self.sampling_defaults: Mapping[str, Any] = sampling_defaults(generation_config)
         self._file_of = self._open_files(folder)
+        self._stored_as: dict[str, str] = {}
+        if self.config.tie_word_embeddings:
+            self._settle_head()
         headers = [file.header for _, file in sorted({f.path: f for f in self._file_of.values()}.items())]
         self.fingerprint = _digest(json.dumps(config, sort_keys=True).encode(), *headers)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: file.shape(name) for name, file in self._file_of.items()}
+        return {name: file.shape(self._stored_as.get(name, name)) for name, file in self._file_of.items()}
 
     def label(self, name: str) -> str:
         file = self._file_of.get(name)
-        return f"{name!r} ({file.path})" if file else f"{name!r}"
+        return f"{self._stored_as.get(name, name)!r} ({file.path})" if file else f"{name!r}"
 
     def read(self, name: str) -> np.ndarray:
-        return self._file_of[name].read(name)
+        return self._file_of[name].read(self._stored_as.get(name, name))
+
+    def _settle_head(self) -> None:
+        """The embedding is the head as well, under whichever of the two names it is stored."""
+        if HEAD not in self._file_of:
+            return
+        head = self._file_of.pop(HEAD)
+        if EMBEDDING not in self._file_of:
+            self._file_of[EMBEDDING], self._stored_as[EMBEDDING] = head, HEAD
+        elif not _equal(self._file_of[EMBEDDING].read(EMBEDDING), head.read(HEAD)):
+            logger.warning("tie_word_embeddings is true: %s, which differs from %s, is not used", HEAD, EMBEDDING)
 
     def _open_files(self, folder: Path) -> dict[str, SafetensorsFile]:
         index_path = folder / INDEX_NAME
@@ -101,7 +131,7 @@ class HfCheckpoint:
                 raise ModelError(f"tensor {name!r} is not in {folder / file_name}, where {INDEX_NAME} puts it")
             file_of[name] = files[file_name]
         for file in files.values():
-            if unlisted := [name for name in file.names if name not in file_of]:
+            if unlisted := [name for name in file.names if name not in file_of and not is_buffer(name)]:
                 raise ModelError(f"tensor {unlisted[0]!r} in {file.path} is not listed in {INDEX_NAME}")
         return file_of
 
@@ -111,12 +141,13 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
+        self.sampling_defaults: Mapping[str, Any] = {}
         self.tokenizer_source: TokenizerSource = file.metadata
         if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
             raise ModelError(f"{path} is one of {parts} parts: not supported in this build")
         self._gguf_name = {_hf_name(name): name for name in file.names}
         names = set(self._gguf_name)
-        if "model.embed_tokens.weight" not in names:
+        if EMBEDDING not in names:
             raise ModelError(f"{path}: tensor 'token_embd.weight' is missing")
         factors: tuple[float, ...] = ()
         if self._gguf_name.pop(_ROPE_FACTORS, None):
@@ -124,7 +155,7 @@ class GgufCheckpoint:
         self.config = config_from_gguf(
             file.metadata,
             vocab_size=next(iter(file.shape("token_embd.weight")), 0),
-            tied="lm_head.weight" not in names,
+            tied=HEAD not in names,
             biases=[kind for kind, name in _BIAS_PROBES.items() if name in names],
             frequency_factors=factors,
         )
@@ -189,6 +220,15 @@ def _to_gguf_name(hf_name: str) -> str:
     if match:
         return f"blk.{match[1]}.{_GGUF_OF_HF.get(match[2], match[2])}.{kind}"
     return f"{_GGUF_OF_HF.get(stem, stem)}.{kind}"
+
+
+def _equal(first: np.ndarray, second: np.ndarray) -> bool:
+    """Whether two matrices hold the same numbers, read a few rows at a time up to the first difference."""
+    if first.shape != second.shape:
+        return False
+    rows = range(0, len(first), _ROWS_COMPARED)
+    parts = ((first[row : row + _ROWS_COMPARED], second[row : row + _ROWS_COMPARED]) for row in rows)
+    return all(np.array_equal(a.astype(np.float32), b.astype(np.float32)) for a, b in parts)
 
 
 def read_json(path: Path) -> dict[str, Any]:

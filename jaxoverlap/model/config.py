@@ -8,12 +8,15 @@ bad text, often after hundreds of tokens.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model.rope import RopeConfig, positive, rope_from_gguf, rope_from_hf
+
+logger = logging.getLogger(__name__)
 
 _MAX_LAYERS = 10_000
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -157,8 +160,8 @@ def config_from_hf(
 
     Args:
       config: content of config.json.
-      generation_config: content of generation_config.json, if there is one; of it only the ids that end a sequence
-        are taken, no sampling defaults.
+      generation_config: content of generation_config.json, if there is one; of it the ids that end a sequence are
+        taken here.
 
     Raises:
       ModelError: a field is missing or holds what this build does not support.
@@ -177,6 +180,8 @@ def config_from_hf(
     if (quantization := config.get("quantization_config")) is not None:
         method = quantization.get("quant_method", "unknown") if isinstance(quantization, Mapping) else quantization
         raise unsupported("quantization_config", method, ["none (bfloat16, float16, float32 weights)", "GGUF files"])
+    if config.get("per_layer_config"):
+        raise unsupported("per_layer_config", config["per_layer_config"], ["none: all layers are alike"])
     attention_bias = _flag(config, "attention_bias") and family in ("llama", "qwen3")
     context = _required_int({**defaults, **config}, "max_position_embeddings")
     sources = {"eos_token_id": config, "generation_config.json: eos_token_id": generation_config or {}}
@@ -199,7 +204,7 @@ def config_from_hf(
         o_bias=attention_bias,
         mlp_bias=_flag(config, "mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
-        max_position_embeddings=context,
+        max_position_embeddings=_hf_context(config, context),
         eos_token_ids=tuple(sorted(end_ids)),
         bos_token_id=config.get("bos_token_id"),
         windows=_hf_windows(family, config, get("sliding_window"), num_layers),
@@ -289,13 +294,13 @@ def _hf_family(config: Mapping[str, Any]) -> str:
 
 def _hf_windows(family: str, config: Mapping[str, Any], window: int | None, num_layers: int) -> tuple[int | None, ...]:
     """Each layer's window; every family has its own switch."""
-    if family == "mistral":
-        return (window,) * num_layers
-    if family == "llama" or not _flag(config, "use_sliding_window"):
+    if family == "llama":
         return (None,) * num_layers
+    if family != "mistral" and not _flag(config, "use_sliding_window"):
+        window = None
     layer_types = config.get("layer_types")
     if layer_types is None:
-        full = config.get("max_window_layers", 28)
+        full = 0 if family == "mistral" else config.get("max_window_layers", 28)
         if not isinstance(full, int):
             raise ModelError(f"max_window_layers is {full!r}; it must be an integer")
         return tuple(None if layer < full else window for layer in range(num_layers))
@@ -304,7 +309,30 @@ def _hf_windows(family: str, config: Mapping[str, Any], window: int | None, num_
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
             raise unsupported("layer_types", layer_type, ["full_attention", "sliding_attention"])
+    if window is None and "sliding_attention" in layer_types:
+        switch = "" if family == "mistral" else " with use_sliding_window"
+        raise ModelError(f"layer_types has 'sliding_attention', which needs a sliding_window{switch}")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def _hf_context(config: Mapping[str, Any], named: int) -> int:
+    """The model's context: what it names, unless it is meant to attend otherwise from some position on."""
+    chunks = config.get("dual_chunk_attention_config")
+    if not chunks:
+        return named
+    if not isinstance(chunks, Mapping):
+        raise ModelError(f"dual_chunk_attention_config is {chunks!r}; it must be an object")
+    plain = _required_int(chunks, "chunk_size")
+    if chunks.get("original_max_position_embeddings"):
+        plain = min(plain, _required_int(chunks, "original_max_position_embeddings"))
+    if plain < named:
+        logger.warning(
+            "dual_chunk_attention_config: not supported in this build; the model's context is %s instead of %s, up to "
+            "where it is plain attention",
+            plain,
+            named,
+        )
+    return min(plain, named)
 
 
 def _gguf_windows(

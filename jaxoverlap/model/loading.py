@@ -11,9 +11,11 @@ Nothing here asks for a device: the weights are NumPy arrays, for the caller to 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -21,12 +23,14 @@ import numpy as np
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model import layout
 from jaxoverlap.model.checkpoint import (
+    HEAD,
     INDEX_NAME,
     SINGLE_NAME,
     Checkpoint,
     GgufCheckpoint,
     HfCheckpoint,
     TokenizerSource,
+    is_buffer,
 )
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.default_model import NAME, default_model_path
@@ -53,6 +57,10 @@ class ModelFiles:
     @property
     def config(self) -> ModelConfig:
         return self.checkpoint.config
+
+    @property
+    def sampling_defaults(self) -> Mapping[str, Any]:
+        return self.checkpoint.sampling_defaults
 
     @property
     def tokenizer_source(self) -> TokenizerSource:
@@ -148,7 +156,7 @@ def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:
     """
     config, checkpoint = files.config, files.checkpoint
     placements = list(layout.placements(config))
-    _check_names_and_shapes(placements, checkpoint, tied=config.tie_word_embeddings)
+    _check_names_and_shapes(placements, checkpoint)
     arrays = {slot.path: np.empty(slot.shape, np.float32 if slot.is_norm else dtype) for slot in layout.slots(config)}
     for placement in placements:
         placement.write(arrays[placement.path], checkpoint.read(placement.name))
@@ -156,28 +164,23 @@ def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:
     return LoadedModel(files.name, config, weights, dtype, files.tokenizer_source, files.fingerprint)
 
 
-def _check_names_and_shapes(placements: list[layout.Placement], checkpoint: Checkpoint, *, tied: bool) -> None:
+def _check_names_and_shapes(placements: list[layout.Placement], checkpoint: Checkpoint) -> None:
     """Every expected tensor is there with its shape, and nothing else is."""
     found = checkpoint.shapes()
     for placement in placements:
         shape = found.pop(placement.name, None)
         if shape is None:
-            hint = "; tie_word_embeddings is false" if placement.name == "lm_head.weight" else ""
+            hint = "; tie_word_embeddings is false" if placement.name == HEAD else ""
             label = checkpoint.label(placement.name)
             raise ModelError(f"tensor {label} is missing (expected shape {placement.shape}){hint}")
         if shape != placement.shape:
             label = checkpoint.label(placement.name)
             raise ModelError(f"tensor {label} has shape {shape}, expected {placement.shape}")
     for name in found:
-        if not _is_ignorable(name, tied):
+        if not is_buffer(name):
             raise ModelError(
                 f"tensor {checkpoint.label(name)} of shape {found[name]} has no place in this model (none expected)"
             )
-
-
-def _is_ignorable(name: str, tied: bool) -> bool:
-    """Buffers that are computed from the configuration, and a second copy of a tied embedding."""
-    return name.endswith(".rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _download(hub_id: str) -> Path:

@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
+_NUMBERS = ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+_LARGEST = 1e18  # so that the product of two is a number in float32, and so is their quotient
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,31 @@ class RopeConfig:
     attention_factor: float = 1.0
     frequency_factors: tuple[float, ...] = ()
 
+    def __post_init__(self) -> None:
+        """Raises ModelError if there are no frequencies of these numbers."""
+        for name in _NUMBERS:
+            if not 1 / _LARGEST <= getattr(self, name) <= _LARGEST:
+                field = "rope_theta" if name == "theta" else f"rope parameter {name!r}"
+                bounds = f"from {1 / _LARGEST:.0e} to {_LARGEST:.0e}"
+                raise ModelError(f"{field} is {getattr(self, name)!r}; it must be a number {bounds}")
+        if not 1 <= self.original_max_position_embeddings <= _LARGEST:
+            original = self.original_max_position_embeddings
+            raise ModelError(f"original_max_position_embeddings of rope is {original}; it must be an integer from 1 on")
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ModelError(f"rope_theta is {self.theta}; rope type 'yarn' needs more than 1")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ModelError(
+                f"rope parameter 'high_freq_factor' is {self.high_freq_factor}; it must be more than "
+                f"'low_freq_factor', {self.low_freq_factor}"
+            )
+
     def stretched(self, max_positions: int) -> int:
-        """Positions that the embedding is stretched to, for a model that names `max_positions`; never fewer."""
+        """Positions that the embedding is stretched to, for a model that names `max_positions`; never fewer.
+
+        Some models with linear scaling name what they are stretched to already (deepseek-coder), some what they were
+        trained on before (vicuna-16k), and no field tells which: so this is what may be asked for, and what the model
+        names is what it gets unasked.
+        """
         if self.kind == "yarn":
             return max(max_positions, int(self.original_max_position_embeddings * self.factor))
         return max(max_positions, int(max_positions * self.factor)) if self.kind == "linear" else max_positions
@@ -76,17 +101,16 @@ _HF_PARAMETERS: dict[str, tuple[str, ...]] = {"default": (), "linear": ("factor"
 def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-    Parameters that a type does not have are ignored with a warning, as by transformers.
+    As in transformers, `rope_scaling` replaces `rope_parameters` where both are given, an
+    `original_max_position_embeddings` beside them comes first, and parameters that a type does not have are ignored
+    with a warning. The base of a replaced `rope_parameters` is kept, where transformers would fall back on 10000: who
+    adds `rope_scaling` to a model means its own base.
 
     Raises:
       ModelError: unknown rope type, or a parameter the type needs is missing or no positive number.
     """
-    parameters: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        given = config.get(name) or {}
-        if not isinstance(given, Mapping):
-            raise ModelError(f"{name} is {given!r}; it must be an object")
-        parameters.update(given)
+    scaling, plain = (_object(config, name) for name in ("rope_scaling", "rope_parameters"))
+    parameters = scaling or plain
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         raise ModelError(f"rope parameters per layer type ({', '.join(nested)}): not supported in this build")
@@ -94,10 +118,13 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
         raise _unknown_kind("rope_type", kind)
     if ignored := sorted(set(parameters) - {*_OF_EVERY_KIND, *_HF_PARAMETERS[kind]}):
         logger.warning("rope parameters of the model that rope_type %r does not have are ignored: %s", kind, ignored)
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial not in (None, 1, 1.0):
+
+    def of_every_kind(name: str) -> Any:
+        return next((given[name] for given in (parameters, config, plain) if given.get(name) is not None), None)
+
+    if (partial := of_every_kind("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError(f"partial_rotary_factor is {partial!r}: not supported in this build; allowed: 1.0")
-    theta = parameters.get("rope_theta", config.get("rope_theta"))
+    theta = of_every_kind("rope_theta")
     theta = positive("rope_theta", _DEFAULT_THETA if theta is None else theta)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -111,7 +138,8 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=get("factor"))
     original_name = "original_max_position_embeddings"
-    original = int(get(original_name, config.get(original_name) or max_positions))
+    given = config.get(original_name)
+    original = positive(original_name, given) if given is not None else get(original_name, max_positions)
     if kind == "llama3":
         return RopeConfig(
             theta=theta,
@@ -119,14 +147,14 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
             factor=get("factor"),
             low_freq_factor=get("low_freq_factor"),
             high_freq_factor=get("high_freq_factor"),
-            original_max_position_embeddings=original,
+            original_max_position_embeddings=int(original),
         )
     factor = get("factor", max_positions / original)
     return RopeConfig(
         theta=theta,
         kind=kind,
         factor=factor,
-        original_max_position_embeddings=original,
+        original_max_position_embeddings=int(original),
         beta_fast=get("beta_fast", 32.0),
         beta_slow=get("beta_slow", 1.0),
         truncate=bool(parameters.get("truncate", True)),
@@ -249,6 +277,13 @@ def _yarn_attention_factor(factor: float, parameters: Mapping[str, Any]) -> floa
         return scale(1.0)
     over, under = (scale(positive("rope parameters 'mscale' and 'mscale_all_dim'", weight)) for weight in weights)
     return over / under
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    given = config.get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ModelError(f"{name} is {given!r}; it must be an object")
+    return given
 
 
 def positive(field: str, value: Any) -> float:

@@ -31,7 +31,7 @@ class SafetensorsFile:
       names: the tensors it holds.
 
     Raises:
-      ModelError: not a safetensors file, truncated, or a tensor's range and shape disagree.
+      ModelError: not a safetensors file, truncated, or ranges that disagree with shapes or with each other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,6 +54,7 @@ class SafetensorsFile:
         self._entries: dict[str, dict[str, Any]] = entries
         for name in entries:
             self._check(name)
+        self._check_that_nothing_is_between()
 
     @property
     def names(self) -> Iterable[str]:
@@ -101,6 +102,19 @@ class SafetensorsFile:
                 f"{self.path}: tensor {name!r} has {end - begin} bytes; "
                 f"{entry['dtype']} of shape {tuple(entry['shape'])} has {items * np.dtype(dtype).itemsize}"
             )
+
+    def _check_that_nothing_is_between(self) -> None:
+        """Tensors lie side by side from the first byte to the last, as the format has it."""
+        end, before = 0, "the header"
+        for name, entry in sorted(self._entries.items(), key=lambda item: item[1]["data_offsets"]):
+            if entry["data_offsets"][0] != end:
+                begin = entry["data_offsets"][0]
+                raise ModelError(
+                    f"{self.path}: tensor {name!r} begins at byte {begin} of the data, but {before} ends at {end}"
+                )
+            end, before = entry["data_offsets"][1], f"tensor {name!r}"
+        if (available := len(self._map) - self._data_start) != end:
+            raise ModelError(f"{self.path}: {before} ends at byte {end} of the data, which has {available}")
 
     def _unique(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

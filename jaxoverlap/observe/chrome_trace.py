@@ -104,8 +104,18 @@ def summary(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def to_chrome(timeline: Timeline, about: dict[str, Any] | None = None) -> dict[str, Any]:
-    """For JSON. `about`: what else is to be known, kept in `otherData`."""
+@dataclass(frozen=True)
+class About:
+    """What else is to be known of a timeline; kept in `otherData`."""
+
+    model: str
+    platform: str
+    schedule: str
+    lookahead: int
+
+
+def to_chrome(timeline: Timeline, about: About | None = None) -> dict[str, Any]:
+    """For JSON."""
     steps = list(timeline.steps)
     busy = device_steps(steps)
     laps = host_laps(timeline)
@@ -124,8 +134,21 @@ def to_chrome(timeline: Timeline, about: dict[str, Any] | None = None) -> dict[s
             events += _counters(step, micros.of(step.launched))
     events += _requests(busy, timeline, micros)
     dropped = timeline.num_steps - len(steps)
-    other = {**(about or {}), "summary": summary(timeline), "steps": timeline.num_steps, "dropped_steps": dropped}
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+    other = {"summary": summary(timeline), "steps": timeline.num_steps, "dropped_steps": dropped}
+    about_it = {} if about is None else vars(about)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {**about_it, **other}}
+
+
+def engine_spans(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is in the lanes of host, device and exposed time; other lanes, which are not ours, are left out."""
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X" and event.get("pid") == ENGINE and event.get("tid") in (HOST, DEVICE, EXPOSED):
+            yield event
+
+
+def row_counts(trace: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The counter of rows: for each step how many it was launched with, and when."""
+    return (event for event in trace["traceEvents"] if event.get("ph") == "C" and event.get("name") == "rows")
 
 
 class _Micros:

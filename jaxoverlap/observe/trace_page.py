@@ -6,7 +6,10 @@ import json
 from importlib import resources
 from typing import Any
 
+from jaxoverlap.observe.chrome_trace import DEVICE, EXPOSED, HOST, engine_spans
+
 _MARK = "/*DATA*/"
+_LANES = {HOST: "host", DEVICE: "device", EXPOSED: "exposed"}
 
 
 def to_page(trace: dict[str, Any]) -> str:
@@ -16,12 +19,10 @@ def to_page(trace: dict[str, Any]) -> str:
       ValueError: there are no lanes of a host and a device in it.
     """
     lanes: dict[str, list[dict[str, Any]]] = {"host": [], "device": [], "exposed": []}
-    for event in trace["traceEvents"]:
-        lane = lanes.get(event.get("cat", ""))
-        if lane is not None and event.get("ph") == "X":
-            kind = event["name"].split()[0]
-            span = {"name": event["name"], "kind": kind, "ts": event["ts"], "dur": event["dur"]}
-            lane.append(span | ({"args": event["args"]} if event.get("args") else {}))
+    for event in engine_spans(trace):
+        kind = event["name"].split()[0]
+        span = {"name": event["name"], "kind": kind, "ts": event["ts"], "dur": event["dur"]}
+        lanes[_LANES[event["tid"]]].append(span | ({"args": event["args"]} if event.get("args") else {}))
     if not lanes["host"] or not lanes["device"]:
         raise ValueError("there are no lanes of a host and a device in it")
     for lane in lanes.values():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxoverlap.observe.chrome_trace import DEVICE, ENGINE, EXPOSED, HOST
+from jaxoverlap.observe.chrome_trace import DEVICE, EXPOSED, HOST, engine_spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def to_figure(
 
 def _draw(axes: Axes, title: str, trace: dict[str, Any], start_ms: float, length_ms: float) -> dict[str, Any]:
     """Returns a handle of each kind of span that is in it."""
-    spans = [event for event in trace["traceEvents"] if event.get("ph") == "X" and event.get("pid") == ENGINE]
+    spans = list(engine_spans(trace))
     began = min((span["ts"] for span in spans if span["tid"] == DEVICE), default=0.0) + 1e3 * start_ms
     shown: dict[tuple[float, str, str], list[tuple[float, float]]] = {}
     for span in spans:

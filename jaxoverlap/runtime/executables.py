@@ -143,7 +143,7 @@ class Executables:
     def _compile(self, shape: Shape) -> CompiledStep | jax.stages.Compiled:
         step, state = self._step, self._state
         if isinstance(shape, StepShape):
-            return self._compile_step(shape) if len(step.stages) == 1 else self._compile_stages(shape)
+            return self._compile_step(shape) if step.is_one_function else self._compile_stages(shape)
         if isinstance(shape, SampleShape):
             ready = self._ready_to_sample(shape.num_rows)
             choose = partial(sample, drawing=step.drawing)

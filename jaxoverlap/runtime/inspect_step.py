@@ -20,7 +20,7 @@ from jaxoverlap.model.decoder import abstract_weights
 from jaxoverlap.model.rope import RopeConfig
 from jaxoverlap.runtime.buckets import StepShape, round_up, row_multiple
 from jaxoverlap.runtime.packing import packed_size
-from jaxoverlap.runtime.row_state import KVPages, RowState
+from jaxoverlap.runtime.row_state import KVPages, RowState, stages_for_pool
 from jaxoverlap.runtime.step import DeviceStep
 from pallas_kernels.aot import Report, Target, compile_for, spec
 from pallas_kernels.pages import num_bytes
@@ -129,6 +129,7 @@ def inspect_step(
       pallas_kernels.aot.CanNotCompile: the machine lacks XLA's compiler for NVIDIA GPUs.
     """
     pages_per_row = -(-max_model_len // page_size)
+    pool = num_pages, page_size, dtype if kv_dtype is None else kv_dtype
     prompts, multiple = min(prompt_tokens, 16), row_multiple(attention)
     rows = round_up(decode_rows, multiple)
     shape = StepShape(prompt_tokens, prompts, rows, round_up(prompts + rows, multiple))
@@ -141,11 +142,13 @@ def inspect_step(
         page_size=page_size,
         max_step_tokens=prompt_tokens + rows,
         attention=attention,
+        max_stages=1 if attention == "xla" else stages_for_pool(config, *pool),
     )
-    kv = KVPages.abstract(config, num_pages, page_size, dtype if kv_dtype is None else kv_dtype)
+    weights = tuple(abstract_weights(stage, jnp.dtype(dtype)) for stage in step.stages)
+    kv = tuple(KVPages.abstract(stage, *pool) for stage in step.stages)
     state = jax.eval_shape(partial(RowState.blank, max_running, pages_per_row, num_pages))
     packed = spec((packed_size(shape, pages_per_row),), jnp.int32)
-    arguments = ((abstract_weights(config, jnp.dtype(dtype)),), (kv,), state, packed)
+    arguments = (weights, kv, state, packed)
     options = step.compiler_options
     compiled = compile_for(target, step.functions(shape), *arguments, donate=(1, 2), options=options, ptxas=False)
     return StepReport(compiled, shape, config.num_layers, num_bytes(kv))

@@ -1,6 +1,16 @@
-"""How much memory the KV pool may take on a device, once the weights are there."""
+"""How much memory the KV pool may take on a device, once the weights are there.
+
+    a GPU's memory ├───────── JAX's share ─────────┤
+                   ├ weights ┼ rules ┼ KV ┼ steps ─┤
+
+JAX preallocates its share of each GPU that it sees when its client starts: 75 % unless an environment variable says
+another. A process of ours lets it take what `gpu_memory_fraction` says (`let_jax_take`); in somebody else's program JAX
+has what it has, and the engine keeps within both.
+"""
 
 from __future__ import annotations
+
+import os
 
 import jax
 import psutil
@@ -12,6 +22,19 @@ from jaxoverlap.runtime import container
 CPU_BUDGET_BYTES = 2 << 30
 CPU_SHARE = 0.25
 """Of the memory that is free, in a container of what it may have, at most this much is taken without being asked."""
+
+STEPS_SHARE = 0.1
+"""Of the memory that may be used on a GPU, what steps need while they run is left."""
+
+_SHARE, _OLD_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_USUAL_SHARE = 0.75
+"""What JAX takes if neither variable is set."""
+
+
+def let_jax_take(fraction: float) -> None:
+    """JAX's share of a GPU, unless the environment says one. To be called before JAX's client starts."""
+    if not (os.environ.get(_SHARE) or os.environ.get(_OLD_SHARE)):
+        os.environ[_SHARE] = str(fraction)
 
 
 def kv_memory_bytes(config: EngineConfig, device: jax.Device, reserved: int = 0) -> int:
@@ -31,13 +54,14 @@ def kv_memory_bytes(config: EngineConfig, device: jax.Device, reserved: int = 0)
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ConfigError(f"kv_memory_gib: {device} does not report its memory; say how much the KV pool may take")
-    # bytes_limit is what this process may use (JAX preallocates a share of what was free when it started), so
-    # memory that other processes hold is not counted twice.
+    jax_has = stats["bytes_limit"]
+    whole = jax_has / float(os.environ.get(_SHARE) or os.environ.get(_OLD_SHARE) or _USUAL_SHARE)
     used = stats.get("bytes_in_use", 0) + reserved
-    left = int(config.gpu_memory_fraction * stats["bytes_limit"]) - used
+    left = int((1 - STEPS_SHARE) * min(config.gpu_memory_fraction * whole, jax_has)) - used
     if left <= 0:
         raise ConfigError(
-            f"gpu_memory_fraction: {config.gpu_memory_fraction} of {stats['bytes_limit'] / 2**30:.1f} GiB leaves "
-            f"nothing beside the {used / 2**30:.1f} GiB used; raise it or use a smaller model"
+            f"gpu_memory_fraction: {config.gpu_memory_fraction} of {whole / 2**30:.1f} GiB, of which JAX has "
+            f"{jax_has / 2**30:.1f}, leaves nothing beside the {used / 2**30:.1f} GiB used; raise it or use a smaller "
+            "model"
         )
     return left

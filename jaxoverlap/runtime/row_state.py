@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxoverlap.model.config import ModelConfig
+from jaxoverlap.model.stages import split_config, stage_sizes
 from jaxoverlap.runtime.packing import ROW_PARAM_WORDS
 from pallas_kernels import Pages
-from pallas_kernels.pages import FLOAT8, abstract
+from pallas_kernels.pages import FLOAT8, abstract, is_addressable
 
 
 @jax.tree_util.register_dataclass
@@ -71,6 +72,16 @@ class KVPages:
         """As `jax.ShapeDtypeStruct`s; P pages in each layer."""
         shape = (config.num_layers * num_pages, page_size, config.num_kv_heads, config.head_dim)
         return cls(abstract(shape, dtype), abstract(shape, dtype))
+
+
+def stages_for_pool(config: ModelConfig, num_pages: int, page_size: int, dtype: Any) -> int:
+    """`max_stages` of a step with kernels: the fewest whose pools these can address; 1 where no division helps."""
+
+    def reach_all(most: int) -> bool:
+        stages = split_config(config, stage_sizes(config.num_layers, most))
+        return all(is_addressable(KVPages.abstract(stage, num_pages, page_size, dtype)) for stage in stages)
+
+    return next(filter(reach_all, range(1, config.num_layers + 1)), 1)
 
 
 def resolve_kv_dtype(kv_cache_dtype: str, dtype: np.dtype) -> np.dtype:

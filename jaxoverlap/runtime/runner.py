@@ -24,7 +24,7 @@ from jaxoverlap.model.stages import split_weights
 from jaxoverlap.runtime.buckets import MIN_PREFILL_TOKENS, Buckets, StepShape, row_multiple
 from jaxoverlap.runtime.executables import Executables, Rare, SampleShape, Shape, mask_words
 from jaxoverlap.runtime.packing import pack
-from jaxoverlap.runtime.row_state import KVPages, RowState
+from jaxoverlap.runtime.row_state import KVPages, RowState, stages_for_pool
 from jaxoverlap.runtime.rules_seats import RulesSeats
 from jaxoverlap.runtime.sample_step import ReadyToSample
 from jaxoverlap.runtime.step import DeviceStep
@@ -134,6 +134,10 @@ class DeviceRunner:
         self.device = device or jax.devices()[0]
         pool_dtype = dtype if kv_dtype is None else kv_dtype
         implementation = choose_attention(attention, self.device, config, limits.page_size, pool_dtype)
+        if implementation == "xla":
+            max_stages = MAX_STAGES if self.device.platform == "cpu" else 1
+        else:
+            max_stages = stages_for_pool(config, limits.num_pages, limits.page_size, pool_dtype)
         self.buckets = Buckets(scheduler_config, row_multiple(implementation), min_prefill_tokens=min_prefill_tokens)
         self.step = DeviceStep(
             config=config,
@@ -146,7 +150,7 @@ class DeviceRunner:
             attention=implementation,
             interpret=attention == "triton" and self.device.platform == "cpu",
             deterministic=scheduler_config.deterministic,
-            max_stages=MAX_STAGES if self.device.platform == "cpu" and implementation == "xla" else 1,
+            max_stages=max_stages,
         )
         self._weights = split_weights(jax.device_put(weights, self.device), self.step.stage_sizes)
         with jax.default_device(self.device):

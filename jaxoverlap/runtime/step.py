@@ -10,6 +10,7 @@ of range, so its KV write and its state update are dropped, and its output is vo
 It is made of functions: `begin`, one for each stage of the model, and `finish`. On a GPU all of them are compiled as
 one, which is one dispatch and one CUDA graph. On a CPU each is compiled alone, and equal stages once: a step of 30
 layers then compiles in a quarter of the time, and a few dispatches more are little beside a CPU's step.
+On a GPU there is one stage, and so one pool; more where kernels can not address that pool (`stages_for_pool`).
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class DeviceStep:
         `score_prompt` reads, which so has one shape.
       attention: implementation in `pallas_kernels`; interpret: run its kernels without a GPU, slowly.
       deterministic: prompt tokens attend as decoding rows do, so that it does not matter which of them a token is in.
-      max_stages: functions that the layers are divided into at most.
+      max_stages: functions, and pools, that the layers are divided into at most.
     """
 
     config: ModelConfig
@@ -103,6 +104,11 @@ class DeviceStep:
     @cached_property
     def stages(self) -> tuple[ModelConfig, ...]:
         return split_config(self.config, self.stage_sizes)
+
+    @property
+    def is_one_function(self) -> bool:
+        """Whether all of a step is compiled together, however many stages it has: see above."""
+        return self.attention != "xla" or len(self.stages) == 1
 
     @property
     def drawing(self) -> dict[str, Any]:

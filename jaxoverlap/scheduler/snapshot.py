@@ -23,7 +23,7 @@ class PageOwner(NamedTuple):
     Attributes:
       page: its id.
       owner: "free", "row" (written by one request) or "cache" (shared by all who begin with its tokens).
-      request_id: the row's request, for "row".
+      request_id: the row's request, for "row"; a server gives its callers' own ids, and None for one who is gone.
       index: which page of its sequence it is, from 0.
       readers: running requests that read it.
       last_used: of a cached page that nobody reads, its place in the order of last use; the lowest goes first.
@@ -31,7 +31,7 @@ class PageOwner(NamedTuple):
 
     page: int
     owner: str
-    request_id: int | None = None
+    request_id: int | str | None = None
     index: int | None = None  # type: ignore[assignment]  # not the method of tuples
     readers: int = 0
     last_used: int | None = None
@@ -92,11 +92,13 @@ class MemorySnapshot:
         """A map with one cell to a page, in the order of ids; hovering names the owner. Requests differ by hue."""
         rows = -(-len(self.pages) // _COLUMNS)
         width, height = _COLUMNS * _CELL, rows * _CELL + 24
+        numbers: dict[int | str | None, int] = {}
         cells = []
         for page in self.pages:
+            fill = _colour(page, numbers)
             x, y = page.page % _COLUMNS * _CELL, page.page // _COLUMNS * _CELL
             cells.append(
-                f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" fill="{_colour(page)}">'
+                f'<rect x="{x}" y="{y}" width="{_CELL - 1}" height="{_CELL - 1}" fill="{fill}">'
                 f"<title>{escape(_describe(page))}</title></rect>"
             )
         legend = (
@@ -110,17 +112,18 @@ class MemorySnapshot:
         )
 
 
-def _colour(page: PageOwner) -> str:
+def _colour(page: PageOwner, numbers: dict[int | str | None, int]) -> str:
+    """`numbers` says which request of the picture it is, counted from 0, and takes new ones in."""
     if page.owner == "free":
         return _FREE
     if page.owner == "cache":
         return "#3f5f8a" if page.readers else _CACHED
-    assert page.request_id is not None
-    return f"hsl({page.request_id * 137 % 360},70%,55%)"
+    return f"hsl({numbers.setdefault(page.request_id, len(numbers)) * 137 % 360},70%,55%)"
 
 
 def _describe(page: PageOwner) -> str:
     if page.owner == "free":
         return f"page {page.page}: free"
-    whose = f"request {page.request_id}" if page.owner == "row" else f"cached, {page.readers} readers"
+    request = "a request that has left" if page.request_id is None else f"request {page.request_id}"
+    whose = request if page.owner == "row" else f"cached, {page.readers} readers"
     return f"page {page.page}: {whose}, page {page.index} of its sequence"

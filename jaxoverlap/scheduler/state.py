@@ -27,7 +27,8 @@ class Counters:
     """Since the start.
 
     Attributes:
-      admitted_tokens: tokens of admitted requests, again for each admission; cached_tokens: those found in the cache.
+      admitted_tokens: tokens of requests when they were first admitted; cached_tokens: those found in the cache. What a
+        preempted request finds again is its own, and says nothing of the cache's use.
       computed_tokens: prompt tokens launched; preemptions: rows taken from requests that were not finished.
       bad_rows: rows ended by NaN or infinite logits.
     """
@@ -134,9 +135,9 @@ class SchedulerState:
         if request.admit_time is None:
             request.admit_time = now
             request.cached_tokens = cached
+            self.counters.admitted_tokens += len(tokens)
+            self.counters.cached_tokens += cached
         self.running[request.request_id] = self.prefilling[request.request_id] = request
-        self.counters.admitted_tokens += len(tokens)
-        self.counters.cached_tokens += cached
         return True
 
     def leave(self, request: Request) -> None:

@@ -70,6 +70,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             has_chat_template=model.tokenizer.has_chat_template,
             dtype=facts.dtype,
             capabilities=facts.capabilities,
+            sampling_defaults=facts.sampling_defaults,
         )
 
     async def GetServerInfo(

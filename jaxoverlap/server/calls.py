@@ -75,7 +75,15 @@ class Sample:
       finish_reason: set at its end.
     """
 
-    def __init__(self, index: int, key: int, tokenizer: Tokenizer, sampling: SamplingParams, arrival: float) -> None:
+    def __init__(
+        self,
+        index: int,
+        key: int,
+        tokenizer: Tokenizer,
+        sampling: SamplingParams,
+        prompt_ids: np.ndarray,
+        arrival: float,
+    ) -> None:
         self.index, self.key = index, key
         self.pending = Pending()
         self.num_ids = 0
@@ -83,7 +91,7 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self._matched_token_id: int | None = None
         self._arrival = arrival
-        self._assembler = OutputAssembler(tokenizer, sampling)
+        self._assembler = OutputAssembler(tokenizer, sampling, prompt_ids)
         self.admit_time: float | None = None
         self.first_token_time: float | None = None
         self._finish_time: float | None = None
@@ -175,7 +183,7 @@ class Call:
         self.queued_time: float | None = None
         self.sampling = sampling
         self.samples = [
-            Sample(index, key, tokenizer, sampling, arrival) for index, key in enumerate(keys)
+            Sample(index, key, tokenizer, sampling, prompt_ids, arrival) for index, key in enumerate(keys)
         ]  # raises for a stop string that could never match
         self.started: CallStart | None = None
         self.error: JaxOverlapError | None = None

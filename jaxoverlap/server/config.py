@@ -99,6 +99,7 @@ class ServerConfig:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; use one of {', '.join(allowed)}")
         self._check_files()
         self._check_addresses()
+        self._check_metrics()
         self._check_tracing()
 
     @property
@@ -127,6 +128,10 @@ class ServerConfig:
         """The admin service needs no token: nobody has any, and only this machine can call it."""
         where = self.admin_address or self.address
         return self.admin_token_file is None and self.token_file is None and where.is_local
+
+    def _check_metrics(self) -> None:
+        if self.metrics_port is None and self.metrics_host != type(self).metrics_host:
+            raise ConfigError(f"metrics_host: {self.metrics_host!r} is not allowed without metrics_port")
 
     def _check_files(self) -> None:
         if (self.tls_cert is None) != (self.tls_key is None):

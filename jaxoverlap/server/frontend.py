@@ -178,6 +178,7 @@ class FrontEnd:
             limits=RequestLimits(facts.vocab_size, facts.max_model_len, facts.page_size, facts.num_pages),
             eos_token_ids=tuple(facts.eos_token_ids),
             text_bound=await loop.run_in_executor(self._threads, TextBound.of, tokenizer),
+            sampling_defaults=facts.sampling_defaults,
         )
         gc.collect()
         gc.freeze()

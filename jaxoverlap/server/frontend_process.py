@@ -38,20 +38,27 @@ class FrontEndSpec:
     admin_address: Mapping[str, Any] | None
 
 
-async def run_frontend(spec: FrontEndSpec, engine: socket.socket, supervisor: socket.socket) -> NoReturn:
-    """Serves, and ends the process: taking the event loop down would wait for whatever task or thread does not let go,
-    such as one that is at a long prompt."""
-    code = 1
+async def run_frontend(spec: FrontEndSpec, engine: socket.socket, supervisor: socket.socket) -> int:
+    """Serves; returns the exit code."""
     try:
         admin_address = None if spec.admin_address is None else Address(**spec.admin_address)
         frontend = FrontEnd(
             ServerConfig(**spec.config), Instance(**spec.instance), spec.index, Address(**spec.address), admin_address
         )
-        code = await frontend.run(engine, supervisor)
+        return await frontend.run(engine, supervisor)
     except ConfigError as error:  # a file has changed since the supervisor looked at it
         (await Control.over(supervisor)).send("failed", str(error))
     except Exception:
         logger.exception("the front end has failed")
+    return 1
+
+
+async def _run_and_exit(*arguments: Any) -> NoReturn:
+    """Ends the process: taking the event loop down would wait for whatever task or thread does not let go, such as one
+    that is at a long prompt."""
+    code = 1
+    try:
+        code = await run_frontend(*arguments)
     finally:
         logging.shutdown()
         os._exit(code)
@@ -64,8 +71,8 @@ def main() -> NoReturn:
     os.dup2(2, 1)
     spec = FrontEndSpec(**described)
     log_to_stderr(f"front end {spec.index}", spec.config["log_level"], spec.config["log_format"])
-    asyncio.run(run_frontend(spec, socket.socket(fileno=engine), socket.socket(fileno=supervisor)))
-    raise AssertionError("run_frontend does not return")
+    asyncio.run(_run_and_exit(spec, socket.socket(fileno=engine), socket.socket(fileno=supervisor)))
+    raise AssertionError("it has ended the process")
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,13 +44,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What a front end needs of the model; known when the engine is ready."""
+    """What a front end needs of the model; known when the engine is ready.
+
+    Attributes:
+      sampling_defaults: for what a message leaves out.
+    """
 
     name: str
     tokenizer: Tokenizer
     limits: RequestLimits
     eos_token_ids: tuple[int, ...]
     text_bound: TextBound | None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def encode_prompt(self, given: pb.Generation | pb.TokenizeRequest) -> list[int]:
         """As `prompt_ids.encode_prompt`."""
@@ -223,12 +228,15 @@ def _read(
 ) -> tuple[np.ndarray, SamplingParams]:
     """A message's prompt and parameters, with the server's own limits applied; checked as far as the engine's limits
     go, so that a long list takes none of the engine's time."""
-    sampling = requests.sampling_params(given)
-    if stream and given.HasField("best_of"):
-        raise InvalidRequestError("best_of", given.best_of, "a stream can't take tokens back; use Generate")
+    sampling = requests.sampling_params(given, model.sampling_defaults)
+    if stream and sampling.num_samples > sampling.n:
+        allowed = "which samples are the best is not known before the end; use n, or Generate"
+        raise InvalidRequestError("best_of", sampling.best_of, allowed)
     if sampling.stop and not _sends_text(given):
         raise InvalidRequestError("stop", list(sampling.stop), "they are found in text, and returns.text is false")
     ids = model.limits.check_prompt(model.encode_prompt(given))
+    if given.HasField("chat"):
+        sampling = sampling.for_prompt(requests.prompt_of(given))
     most = limits.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise InvalidRequestError("prompt", f"{len(ids)} tokens", f"this server takes at most {most}")
@@ -264,7 +272,7 @@ def _response(call: Call, given: pb.Generation) -> pb.GenerateResponse:
     samples = call.samples
     assert call.started is not None
     completions = [sample.completion(sample.pending.take()) for sample in samples]
-    if call.sampling.best_of is not None:
+    if call.sampling.is_ranked:
         completions = sorted(completions, key=lambda one: -(one.cumulative_logprob or 0.0))[: call.sampling.n]
     output = RequestOutput(
         prompt="",

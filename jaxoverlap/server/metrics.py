@@ -38,7 +38,7 @@ COUNTERS = {
     "request_started": "Requests (sequences) that the engine has taken.",
     "prompt_tokens": "Prompt tokens of requests that have got a first token; once for all samples of a prompt.",
     "generation_tokens": "Tokens generated.",
-    "prefix_cache_queries": "Tokens looked up in the prefix cache, again at each admission.",
+    "prefix_cache_queries": "Tokens of requests, looked up in the prefix cache when they are first admitted.",
     "prefix_cache_hits": "Tokens found there.",
     "num_preemptions": "Rows taken from unfinished requests.",
     "bad_rows": "Requests ended by NaN or infinite logits.",

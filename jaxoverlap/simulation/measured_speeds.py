@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxoverlap.observe.chrome_trace import DEVICE, ENGINE, HOST
+from jaxoverlap.observe.chrome_trace import DEVICE, HOST, engine_spans, row_counts
 from jaxoverlap.simulation.virtual_time import Speeds
 
 _AFTER = ("commit", "detokenize", "send")
@@ -28,14 +28,13 @@ def speeds_of(*traces: dict[str, Any]) -> Speeds:
     durations: list[float] = []
     turns: list[_Turn] = []
     for trace in traces:
-        events = trace["traceEvents"]
-        spans = [event for event in events if event.get("ph") == "X" and event.get("pid") == ENGINE]
-        for step in spans:
-            if step["tid"] == DEVICE and "decode_rows" in (args := step.get("args", {})):
+        spans = list(engine_spans(trace))
+        for span in spans:
+            if span["tid"] == DEVICE and "decode_rows" in (args := span.get("args", {})):
                 work.append([1, args["decode_rows"], args["prompt_tokens"], args["kv_tokens"]])
                 shapes.append(args.get("shape", ""))
-                durations.append(step["dur"])
-        turns += _host_turns([event for event in spans if event["tid"] == HOST], events)
+                durations.append(span["dur"])
+        turns += _host_turns([event for event in spans if event["tid"] == HOST], row_counts(trace))
     if len(work) < 10:
         raise ValueError(f"the trace has {len(work)} steps of which it says what was in them; 10 are the least")
     step, row, prompt_token, kv_token = _fitted(work, durations)
@@ -89,8 +88,9 @@ def _fitted_shapes(
     return dict(zip(names, found, strict=True)), kv_token
 
 
-def _host_turns(laps: Sequence[dict[str, Any]], events: Sequence[dict[str, Any]]) -> Iterator[_Turn]:
-    launched = {event["ts"]: event["args"]["rows"] for event in events if event.get("name") == "rows"}
+def _host_turns(laps: Sequence[dict[str, Any]], counts: Iterable[dict[str, Any]]) -> Iterator[_Turn]:
+    """`counts`: of the rows, see `row_counts`."""
+    launched = {count["ts"]: count["args"]["rows"] for count in counts}
     moments = np.array(sorted(launched))
     turn: list[dict[str, Any]] = []
     for lap in [*laps, {"name": "plan"}]:

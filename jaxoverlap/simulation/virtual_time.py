@@ -62,7 +62,8 @@ class Prediction:
     Attributes:
       seconds: until the last token; busy: of them, those in which the device worked; host: those in which the host did.
       first_token: of each request, from its arrival; gaps: between two tokens of a request, as its mean.
-      steps, overlapped: launched steps; those that were launched while another was in flight.
+      steps, overlapped, measured: launched steps; those that were launched while another was in flight; those whose
+        compiled step has a time of its own.
     """
 
     seconds: float
@@ -71,6 +72,7 @@ class Prediction:
     tokens: int
     steps: int
     overlapped: int
+    measured: int
     first_token: np.ndarray
     gaps: np.ndarray
 
@@ -100,6 +102,7 @@ class VirtualDevice:
 
     Attributes:
       now: seconds; busy, host: so many of them were device work, host work.
+      measured: steps whose compiled step has a time of its own.
     """
 
     compiles_after_ready = 0
@@ -107,6 +110,7 @@ class VirtualDevice:
     def __init__(self, config: SchedulerConfig, speeds: Speeds, buckets: Buckets) -> None:
         self.speeds, self.buckets = speeds, buckets
         self.now = self.busy = self.host = 0.0
+        self.measured = 0
         self._free_at = 0.0
         self._lengths = np.zeros(config.max_running, dtype=np.int64)
         self._outputs = np.zeros(config.max_running, dtype=np.int64)
@@ -147,6 +151,7 @@ class VirtualDevice:
         speeds = self.speeds
         measured = speeds.shapes.get(str(self.buckets.shape_of(plan))) if speeds.shapes else None
         if measured is not None:
+            self.measured += 1
             return measured
         return speeds.step + speeds.row * len(plan.decode_rows) + speeds.prompt_token * plan.num_prefill_tokens
 
@@ -200,6 +205,7 @@ def simulate(config: EngineConfig, speeds: Speeds, arrivals: Sequence[Arrival], 
         tokens=int(outputs.sum()),
         steps=steps,
         overlapped=overlapped,
+        measured=device.measured,
         first_token=first - began,
         gaps=(last - first)[several] / (outputs[several] - 1),
     )

@@ -87,6 +87,8 @@ def _json(schema: Any) -> dict[str, Any]:
         options = schema.get("x-guidance", {})
         if not isinstance(options, dict):
             raise InvalidRequestError(f"structured_output.{_SCHEMA}", schema, "x-guidance is an object")
+        if not options.get("lenient") and _has_nullable(schema):
+            raise InvalidRequestError(f"structured_output.{_SCHEMA}", schema, _NULLABLE)
         if not options.keys() & {"whitespace_pattern", "whitespace_flexible"}:
             schema = schema | {"x-guidance": options | {"whitespace_pattern": JSON_WHITESPACE}}
     return {"name": "text", "json_schema": schema}
@@ -104,6 +106,29 @@ def _schema(given: str | Mapping[str, Any] | bool) -> Any:
     if _depth(schema) > MAX_SCHEMA_DEPTH:
         raise InvalidRequestError(f"structured_output.{_SCHEMA}", given, _TOO_DEEP)
     return schema
+
+
+_NULLABLE = 'nullable is OpenAPI\'s and no keyword of JSON Schema: use "type": [..., "null"]'
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords whose value has schemas by names of the caller's own."""
+_DATA = ("const", "enum", "default", "example", "examples")
+"""Keywords whose value is no schema."""
+
+
+def _has_nullable(schema: Any) -> bool:
+    """OpenAPI's keyword promises that null may come; ignored, as unknown keywords are, it would never come."""
+    if isinstance(schema, list):
+        return any(map(_has_nullable, schema))
+    if not isinstance(schema, dict):
+        return False
+    if schema.get("nullable") is True:
+        return True
+    named = [inner for name in _NAMED if isinstance(schema.get(name), dict) for inner in schema[name].values()]
+    return any(map(_has_nullable, named)) or any(
+        _has_nullable(inner)
+        for name, inner in schema.items()
+        if name not in (*_NAMED, *_DATA) and not name.startswith("x-")
+    )
 
 
 def _depth(value: Any) -> int:
@@ -153,7 +178,7 @@ class GrammarConstraint:
         self._words = np.zeros(vocabulary.num_matcher_words, dtype=np.int32)
         self._pointer = self._words.ctypes.data
         self._mask = np.zeros(vocabulary.num_words, dtype=np.int32)
-        self._update(vocabulary.beginnings)
+        self._update()
 
     def copy(self) -> GrammarConstraint:
         """Another sequence's, at the same place; may be called from several threads while nothing else is."""
@@ -162,6 +187,14 @@ class GrammarConstraint:
         other._mask = self._mask.copy()
         other._words = self._words.copy()
         other._pointer = other._words.ctypes.data
+        return other
+
+    def begun_with(self, beginnings: np.ndarray) -> GrammarConstraint:
+        """Another one, at its first token, which must be one of these: int32 [num_words]."""
+        other = self.copy()
+        other._mask &= beginnings
+        if not other._mask.any():
+            other._fail(DEAD_END)
         return other
 
     def fill_mask(self, out: np.ndarray) -> None:
@@ -182,7 +215,7 @@ class GrammarConstraint:
     def _allows(self, token_id: int) -> bool:
         return 0 <= token_id < 32 * len(self._mask) and bool(self._mask[token_id >> 5] >> (token_id & 31) & 1)
 
-    def _update(self, beginnings: np.ndarray | None = None) -> None:
+    def _update(self) -> None:
         """Works out what may come next, once per token: whether anything may says if this was the last."""
         self._matcher.unsafe_compute_mask_ptr(self._pointer, self._words.nbytes)
         if self._matcher.is_error():  # the words mean nothing then
@@ -190,8 +223,6 @@ class GrammarConstraint:
             return
         early = self._num_tokens < self._min_tokens
         np.bitwise_and(self._words[: len(self._mask)], self._early_texts if early else self._texts, out=self._mask)
-        if beginnings is not None:
-            self._mask &= beginnings
         accepts = self._matcher.is_accepting()
         if not self._mask.any():
             if accepts:

@@ -3,6 +3,9 @@
     submit ── cache hit ───────────────────────────────┐
        └── a worker thread: trial process ─→ compile ──┴→ copy of the matcher, the request's own `GrammarConstraint`
 
+Worker threads are there as long as there is something to compile. They are no executor's, which would take nothing any
+more once the main thread has ended, while others go on.
+
 A grammar is compiled once; a request gets a copy (microseconds). What the library refuses, and what it can't compile in
 time, is remembered as well: the same bad schema again costs nothing.
 """
@@ -10,13 +13,14 @@ time, is remembered as well: the same bad schema again costs nothing.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from queue import LifoQueue
 
 import llguidance
+import numpy as np
 
 from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.errors import EngineError, InvalidRequestError, JaxOverlapError
@@ -36,6 +40,14 @@ class CompiledGrammar:
     """A `CompiledConstraint`; safe to share between threads. `first` stays at the beginning of its text."""
 
     first: GrammarConstraint
+    vocabulary: GrammarVocabulary
+    sampling: SamplingParams
+
+    def behind(self, prompt_ids: Sequence[int] | np.ndarray) -> CompiledGrammar:
+        beginnings = self.vocabulary.beginnings(prompt_ids, self.sampling)
+        if beginnings is None:
+            return self
+        return replace(self, first=self.first.begun_with(beginnings))
 
     def start(self) -> GrammarConstraint:
         return self.first.copy()
@@ -63,14 +75,17 @@ class GrammarCompiler:
         self._source = (tokenizer, vocab_size, tuple(eos_token_ids))
         self._vocabulary: GrammarVocabulary | None = None
         self._vocabulary_lock = threading.Lock()
-        self._executor = ThreadPoolExecutor(workers, thread_name_prefix="grammar")
         self._trials = [GrammarTrial(self._table) for _ in range(workers)]
         self._idle: LifoQueue[GrammarTrial] = LifoQueue()  # so that a second process starts only if two are busy
         for trial in self._trials:
             self._idle.put(trial)
         self._cached = cached
         self._cache: OrderedDict[str, Future[llguidance.LLMatcher]] = OrderedDict()
-        self._cache_lock = threading.Lock()
+        self._pending: deque[tuple[Future[llguidance.LLMatcher], str]] = deque()
+        """What no worker has begun yet."""
+        self._workers: set[threading.Thread] = set()
+        self._lock = threading.RLock()  # a collection of garbage, which may come any time, may close this
+        """For the cache, what is pending, and the workers."""
         self._closed = False
 
     @property
@@ -107,22 +122,56 @@ class GrammarCompiler:
         return result
 
     def close(self) -> None:
-        with self._cache_lock:
+        with self._lock:
             self._closed = True
-        self._executor.shutdown(wait=False, cancel_futures=True)
+            pending = [future for future, _ in self._pending]
+            self._pending.clear()
+        for future in pending:
+            future.cancel()
         for trial in self._trials:
             trial.close()
 
     def _compiled(self, grammar: str) -> Future[llguidance.LLMatcher]:
-        with self._cache_lock:
+        with self._lock:
             if self._closed:
                 raise EngineError("the engine is shutting down")
             if (compiled := self._cache.get(grammar)) is None or (compiled.done() and _is_fault(compiled)):
-                compiled = self._cache[grammar] = self._executor.submit(self._compile, grammar)
+                compiled = self._cache[grammar] = self._begin(grammar)
             self._cache.move_to_end(grammar)
             if len(self._cache) > self._cached:
                 self._cache.popitem(last=False)
             return compiled
+
+    def _begin(self, grammar: str) -> Future[llguidance.LLMatcher]:
+        """Hands it to a worker: a new one, if there may be one more."""
+        future: Future[llguidance.LLMatcher] = Future()
+        if len(self._workers) < len(self._trials):
+            worker = threading.Thread(target=self._work, name="grammar")
+            self._workers.add(worker)
+            try:
+                worker.start()
+            except BaseException as error:
+                self._workers.discard(worker)
+                if isinstance(error, RuntimeError) and not isinstance(error, RecursionError):
+                    raise EngineError(f"there is no thread to compile a grammar in: {error}") from error
+                raise
+        self._pending.append((future, grammar))
+        return future
+
+    def _work(self) -> None:
+        """Compiles what is pending, until nothing is."""
+        while True:
+            with self._lock:
+                if not self._pending:
+                    self._workers.discard(threading.current_thread())
+                    return
+                future, grammar = self._pending.popleft()
+                future.set_running_or_notify_cancel()
+            try:
+                future.set_result(self._compile(grammar))
+            except BaseException as error:  # the library's panics are no Exceptions
+                future.set_exception(error)
+            del future, grammar  # the error's traceback holds this frame
 
     def _compile(self, grammar: str) -> llguidance.LLMatcher:
         trial = self._idle.get()
@@ -150,7 +199,7 @@ class GrammarCompiler:
         if error is None:
             first = GrammarConstraint(compiled.result().deep_copy(), self.vocabulary, sampling)
             if not first.is_complete and first.error is None:
-                return CompiledGrammar(first)
+                return CompiledGrammar(first, self.vocabulary, sampling)
             refused = "nothing but the empty text satisfies it" if first.is_complete else str(first.error)
         elif isinstance(error, EngineError):
             raise EngineError(str(error))

@@ -130,7 +130,7 @@ class GrammarTrial:
         self._vocabulary = vocabulary
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage, which may come any time, may close this
         self._closed = False
 
     def check(self, grammar: str, seconds: float) -> None:

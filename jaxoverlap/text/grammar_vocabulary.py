@@ -1,15 +1,15 @@
 """A model's token ids as grammars see them: bytes, and sets of ids as packed words.
 
-A grammar's promise is about text, and the text is what `Tokenizer.decode` gives. So an id is for grammars only if its
-bytes are what it adds to a text, wherever it stands; and if a tokenizer drops a space at the beginning of a text, the
-ids that would lose theirs may not come first. Packed words have llguidance's layout: int32, id i is bit ``i % 32`` of
-word ``i // 32``.
+A grammar's promise is about text, and the text is what `IncrementalDetokenizer` gives. So an id is for grammars only if
+its bytes are what it adds to a text, wherever it stands; and if a tokenizer drops a space at the beginning of a text,
+the ids that would lose theirs may not come first, where the prompt has no text that they stand behind. Packed words
+have llguidance's layout: int32, id i is bit ``i % 32`` of word ``i // 32``.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import llguidance
 import numpy as np
@@ -30,7 +30,6 @@ class GrammarVocabulary:
     Attributes:
       tokens: bytes of each id; special_ids: those that come only where a grammar names them.
       num_words: int32 words of a mask; num_matcher_words: of llguidance's, which knows one id more.
-      beginnings: int32 [num_words], ids that may come first; None is all.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -40,7 +39,9 @@ class GrammarVocabulary:
         self._eos_ids = frozenset(eos_token_ids)
         self.special_ids = sorted(token_id for token_id in tokenizer.special_ids if token_id < vocab_size)
         tokens = [tokenizer.token_bytes(token_id) or b"" for token_id in range(vocab_size)]
-        self.beginnings: np.ndarray | None = None
+        self._tokenizer = tokenizer
+        self._whole_alone: np.ndarray | None = None
+        """Ids that add their bytes also if there is no text before them; None is all."""
         if not tokenizer.is_byte_level:
             self._leave_out_inexact(tokenizer, tokens)
         self.tokens = tokens
@@ -49,6 +50,13 @@ class GrammarVocabulary:
     @functools.cached_property
     def index(self) -> llguidance.LLTokenizer:
         return token_index(self.tokens, self.special_ids)
+
+    def beginnings(self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams) -> np.ndarray | None:
+        """Ids that may come first behind a prompt, or None for all: int32 [num_words]."""
+        hides, adds_text = sampling.hides_special_tokens, self._tokenizer.adds_text
+        if self._whole_alone is None or any(adds_text(int(token_id), hides) for token_id in prompt_ids):
+            return None
+        return self._whole_alone
 
     def words_of(self, ids: Iterable[int]) -> np.ndarray:
         """A set of ids as int32 [num_words]; those beyond the table never come in any case."""
@@ -99,4 +107,4 @@ class GrammarVocabulary:
             elif first != texts[token_id]:
                 cut.append(token_id)
         if cut:
-            self.beginnings = ~self.words_of(cut)
+            self._whole_alone = ~self.words_of(cut)

@@ -8,14 +8,16 @@ from jaxoverlap.outputs import PositionLogprobs, TokenLogprob, TokenScore
 from jaxoverlap.text.tokenizer import Tokenizer
 
 
-def position_logprobs(tokenizer: Tokenizer, score: TokenScore, num_top: int) -> PositionLogprobs:
+def position_logprobs(
+    tokenizer: Tokenizer, score: TokenScore, num_top: int, text_offset: int | None = None
+) -> PositionLogprobs:
     """One position, with `num_top` alternatives (or as many as the device gave)."""
 
     def of(token_id: int, logprob: float, rank: int) -> TokenLogprob:
         return TokenLogprob(token_id, logprob, rank, tokenizer.token_bytes(token_id) or b"")
 
     top = tuple(of(token_id, logprob, place + 1) for place, (token_id, logprob) in enumerate(score.top[:num_top]))
-    return PositionLogprobs(of(score.token_id, score.logprob, score.rank), top)
+    return PositionLogprobs(of(score.token_id, score.logprob, score.rank), top, text_offset)
 
 
 def prompt_logprobs(

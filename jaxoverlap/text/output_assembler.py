@@ -18,7 +18,8 @@ Rules:
 * They are looked for in the whole characters of a run of byte tokens too, although a bad byte could still change these:
   if the sequence ends there, none comes.
 * A stop that is a special token which is hidden matches by the token's id as well.
-* Of the first `min_tokens` outputs no text is looked at. A character belongs to the token that completes it.
+* A match that ends in the first `min_tokens` outputs is none; one that begins there may be. A character belongs to the
+  token that completes it.
 * The id that ended the sequence (a stop id, or the model's end) is in the ids, and its text is not shown; with
   `include_stop_str_in_output` it is, unless it is a special token that is hidden. No stop string is looked for in it.
 * At the end everything that waited leaves. Half a character becomes U+FFFD, as in `Tokenizer.decode`.
@@ -30,6 +31,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from jaxoverlap.outputs import PositionLogprobs, TokenScore
 from jaxoverlap.sampling_params import SamplingParams
@@ -55,6 +58,8 @@ class Piece:
 class _WaitingToken(NamedTuple):
     token_id: int
     score: TokenScore | None
+    text_offset: int
+    """Characters of the sequence before it."""
     text_end: int
     """It may leave when so many characters of the sequence have left."""
 
@@ -65,6 +70,7 @@ class OutputAssembler:
     Args:
       tokenizer: the model's.
       sampling: what is asked for: stop strings, log-probabilities, special tokens.
+      prompt_ids: what the outputs follow; see `IncrementalDetokenizer`.
 
     Raises:
       InvalidRequestError: a stop string that could never match.
@@ -74,12 +80,16 @@ class OutputAssembler:
       cumulative_logprob: the sum over the ids that have left, or None without scores.
     """
 
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, sampling: SamplingParams, prompt_ids: Sequence[int] | np.ndarray = ()
+    ) -> None:
         self.matched_string: str | None = None
         self.cumulative_logprob: float | None = None
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=sampling.skip_special_tokens)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=sampling.hides_special_tokens, prompt_ids=prompt_ids
+        )
         self._hidden_stops = hidden_stops(tokenizer, sampling)
         self._stops = automaton(tuple(sampling.stop))
         self._stop_state = 0
@@ -128,20 +138,22 @@ class OutputAssembler:
         before_end = len(ids) if matched_token_id is None else len(ids) - 1
         first = self.add(ids[:before_end], scores[:before_end])
         if self.matched_string is None:
+            offset = self._text_offset
             if matched_token_id is not None and self._sampling.include_stop_str_in_output:
                 self._text += self._detokenizer.add((matched_token_id,)) + self._detokenizer.finish()
             else:
                 self._see(self._detokenizer.finish())
             if matched_token_id is not None and self.matched_string is None:
-                self._wait(matched_token_id, scores[-1] if scores else None)
+                self._wait(matched_token_id, scores[-1] if scores else None, offset)
         self._finished = True
         rest = self._release()
         return Piece(first.text + rest.text, first.token_ids + rest.token_ids, first.logprobs + rest.logprobs)
 
     def _take(self, token_id: int, score: TokenScore | None) -> None:
+        offset = self._text_offset
         text = self._detokenizer.add((token_id,))
         self._num_taken += 1
-        stop = self._hidden_stops.get(token_id) if self._looks_for_stops else None
+        stop = self._hidden_stops.get(token_id) if self._matches_count else None
         if stop is not None:
             text += self._detokenizer.finish()
         self._see(text)
@@ -150,45 +162,70 @@ class OutputAssembler:
             self._text += stop if self._sampling.include_stop_str_in_output else ""
         if self._sampling.stop and self.matched_string is None:
             self._look_ahead()
-        self._wait(token_id, score)
+        self._wait(token_id, score, offset)
 
     @property
-    def _looks_for_stops(self) -> bool:
+    def _text_offset(self) -> int:
+        """Whole characters so far; of a run of byte tokens what it says by now."""
+        return self._released + len(self._text) + len(self._detokenizer.tentative)
+
+    @property
+    def _matches_count(self) -> bool:
         return self._num_taken > self._sampling.min_tokens
 
     def _see(self, text: str) -> None:
         """Adds text that is certain, up to the end of the first stop in it."""
-        done = 0
-        if text:
-            if self._ahead and text.startswith(self._ahead):
-                done, self._stop_state = len(self._ahead), self._ahead_state
-            self._ahead = ""
-        if not self._sampling.stop or not self._looks_for_stops:
+        if not text:
+            return
+        if not self._sampling.stop:
             self._text += text
             return
-        if self._stops.matched[self._stop_state] is None:
-            self._stop_state, read = self._stops.scan(self._stop_state, text[done:])
-            done += read
-        self._text += text[:done]
-        self.matched_string = self._stops.matched[self._stop_state]
-        if self.matched_string is not None and not self._sampling.include_stop_str_in_output:
-            # All of it was held back, so all of it is here.
-            self._text = self._text[: -len(self.matched_string)]
+        done = 0
+        if self._ahead and text.startswith(self._ahead):
+            done, self._stop_state = len(self._ahead), self._ahead_state
+        self._ahead = ""
+        read, stop = self._read(text[done:])
+        self._text += text[: done + read]
+        if stop is not None:
+            self._end_with(stop)
 
     def _look_ahead(self) -> None:
         """Looks for a stop in text that is tentative; if there is one, the sequence ends and the text is certain."""
         tentative = self._detokenizer.tentative
-        state, read = self._ahead_state if self._ahead else self._stop_state, len(tentative)
-        if self._looks_for_stops:
-            state, read = self._stops.scan(state, tentative[len(self._ahead) :])
-            read += len(self._ahead)
-        self._ahead, self._ahead_state = tentative[:read], state
-        if self._stops.matched[state] is not None:
-            self._see(self._detokenizer.finish())
+        if not tentative:  # a bad byte has come: what was read so far is not what will be said
+            self._ahead = ""
+            return
+        new = tentative[len(self._ahead) :]
+        certain_state = self._stop_state
+        if self._ahead:
+            self._stop_state = self._ahead_state
+        read, stop = self._read(new)
+        self._ahead += new[:read]
+        self._ahead_state = self._stop_state
+        if stop is None:
+            self._stop_state = certain_state
+        else:
+            self._detokenizer.finish()
+            self._text += self._ahead
+            self._end_with(stop)
 
-    def _wait(self, token_id: int, score: TokenScore | None) -> None:
+    def _read(self, text: str) -> tuple[int, str | None]:
+        """Brings the automaton on, up to the end of the first stop that counts: characters read, and that stop."""
+        if not self._matches_count:
+            self._stop_state = self._stops.skip(self._stop_state, text)
+            return len(text), None
+        self._stop_state, read, stop = self._stops.scan(self._stop_state, text)
+        return read, stop
+
+    def _end_with(self, stop: str) -> None:
+        self.matched_string = stop
+        if not self._sampling.include_stop_str_in_output:
+            # All of it was held back, so all of it is here.
+            self._text = self._text[: -len(stop)]
+
+    def _wait(self, token_id: int, score: TokenScore | None, text_offset: int) -> None:
         text_end = self._released + len(self._text) + self._detokenizer.is_waiting
-        self._tokens.append(_WaitingToken(token_id, score, text_end))
+        self._tokens.append(_WaitingToken(token_id, score, text_offset, text_end))
 
     def _release(self) -> Piece:
         ended = self._finished or self.matched_string is not None
@@ -198,10 +235,10 @@ class OutputAssembler:
         ids: list[int] = []
         logprobs: list[PositionLogprobs] = []
         while self._tokens and (ended or self._tokens[0].text_end <= self._released):
-            token_id, score, _ = self._tokens.popleft()
+            token_id, score, text_offset, _ = self._tokens.popleft()
             ids.append(token_id)
             if score is not None:
                 self.cumulative_logprob = (self.cumulative_logprob or 0.0) + score.logprob
                 if self._sampling.logprobs is not None:
-                    logprobs.append(position_logprobs(self._tokenizer, score, self._sampling.logprobs))
+                    logprobs.append(position_logprobs(self._tokenizer, score, self._sampling.logprobs, text_offset))
         return Piece(text, ids, logprobs)

@@ -37,16 +37,25 @@ class StopStrings:
             self._insert(stop)
         self._link()
 
-    def scan(self, state: int, text: str) -> tuple[int, int]:
-        """Reads on to the end of the text or of the first match: the state then, and the characters read."""
+    def scan(self, state: int, text: str) -> tuple[int, int, str | None]:
+        """Reads on to the end of the text or of the first match: the state then, the characters read, the match."""
         following, shorter, matched = self._next, self._shorter, self.matched
         for count, char in enumerate(text, start=1):
             while (target := following[state].get(char)) is None and state:
                 state = shorter[state]
             state = target or 0
             if matched[state] is not None:
-                return state, count
-        return state, len(text)
+                return state, count, matched[state]
+        return state, len(text), None
+
+    def skip(self, state: int, text: str) -> int:
+        """Reads a text in which no match counts; the state then, in which nothing is held that can't go on."""
+        while text:
+            state, read, _ = self.scan(state, text)
+            text = text[read:]
+        while state and not self._next[state]:
+            state = self._shorter[state]
+        return state
 
     def _insert(self, stop: str) -> None:
         state = 0
@@ -66,7 +75,7 @@ class StopStrings:
         while states:
             state = states.popleft()
             for char, target in self._next[state].items():
-                self._shorter[target], _ = self.scan(self._shorter[state], char)
+                self._shorter[target], _, _ = self.scan(self._shorter[state], char)
                 if self.matched[target] is None:
                     self.matched[target] = self.matched[self._shorter[target]]
                 states.append(target)
@@ -85,7 +94,7 @@ def hidden_stops(tokenizer: Tokenizer, sampling: SamplingParams) -> dict[int, st
       InvalidRequestError: a stop has such a token beside other text. It could be found neither in the text, which
         does not show the token, nor by an id.
     """
-    if not sampling.stop or not sampling.skip_special_tokens:
+    if not sampling.stop or not sampling.hides_special_tokens:
         return {}
     special = tokenizer.special_tokens
     for index, stop in enumerate(sampling.stop):

@@ -140,6 +140,11 @@ class Tokenizer:
             self._bytes_of_id[token_id] = self._find_bytes(token_id)
         return self._bytes_of_id[token_id]
 
+    def adds_text(self, token_id: int, skip_special_tokens: bool) -> bool:
+        """False for a special token that is hidden, and for an id beyond the vocabulary."""
+        hidden = skip_special_tokens and token_id in self.special_ids
+        return not hidden and self.token_bytes(token_id) is not None
+
     def is_byte_token(self, token_id: int) -> bool:
         """The token is one byte in writing, such as `<0x0A>` (tokenizers with byte fallback)."""
         token = self.backend.id_to_token(token_id)

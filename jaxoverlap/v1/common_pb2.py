@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ajaxoverlap/v1/common.proto\x12\rjaxoverlap.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Q\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nextra_json\x18\x03 \x01(\tB\n\n\x08_content\"\xdf\x01\n\x04\x43hat\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.jaxoverlap.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12\x16\n\x0e\x64ocuments_json\x18\x05 \x01(\t\x12\x1f\n\x17template_variables_json\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"\xaa\x03\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x03\x88\x01\x01\x12\x41\n\nlogit_bias\x18\t \x03(\x0b\x32-.jaxoverlap.v1.SamplingOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\x9a\x01\n\x0bStopOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x17\n\x0finclude_matched\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokens\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"\x99\x01\n\x10OutputConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x16\n\x0clark_grammar\x18\x03 \x01(\tH\x00\x12)\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x16.jaxoverlap.v1.ChoicesH\x00\x12\x12\n\x08\x61ny_json\x18\x05 \x01(\x08H\x00\x42\x06\n\x04kind\"\xb9\x01\n\rReturnOptions\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\x12\x10\n\x08logprobs\x18\x03 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x04 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_textB\x16\n\x14_skip_special_tokens\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x0c\x42\n\n\x08_logprob\"i\n\x10PositionLogprobs\x12+\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1b.jaxoverlap.v1.TokenLogprob\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.jaxoverlap.v1.TokenLogprob\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"i\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x02 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r*\xbf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x12\"\n\x1e\x46INISH_REASON_GRAMMAR_COMPLETE\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ajaxoverlap/v1/common.proto\x12\rjaxoverlap.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"Q\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nextra_json\x18\x03 \x01(\tB\n\n\x08_content\"\xdf\x01\n\x04\x43hat\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.jaxoverlap.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x03 \x01(\x08\x12\x12\n\ntools_json\x18\x04 \x01(\t\x12\x16\n\x0e\x64ocuments_json\x18\x05 \x01(\t\x12\x1f\n\x17template_variables_json\x18\x06 \x01(\tB\x18\n\x16_add_generation_prompt\"\xc8\x03\n\x0fSamplingOptions\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x05\x88\x01\x01\x12\x41\n\nlogit_bias\x18\t \x03(\x0b\x32-.jaxoverlap.v1.SamplingOptions.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x18\n\x10\x62\x61nned_token_ids\x18\x0b \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\x9a\x01\n\x0bStopOptions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x12\n\nmin_tokens\x18\x02 \x01(\r\x12\x0f\n\x07strings\x18\x03 \x03(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x12\n\nignore_eos\x18\x05 \x01(\x08\x12\x17\n\x0finclude_matched\x18\x06 \x01(\x08\x42\r\n\x0b_max_tokens\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"\x99\x01\n\x10OutputConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x16\n\x0clark_grammar\x18\x03 \x01(\tH\x00\x12)\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x16.jaxoverlap.v1.ChoicesH\x00\x12\x12\n\x08\x61ny_json\x18\x05 \x01(\x08H\x00\x42\x06\n\x04kind\"\xb9\x01\n\rReturnOptions\x12\x11\n\x04text\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x11\n\ttoken_ids\x18\x02 \x01(\x08\x12\x10\n\x08logprobs\x18\x03 \x01(\x08\x12\x14\n\x0ctop_logprobs\x18\x04 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x05 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x06 \x01(\x08H\x01\x88\x01\x01\x42\x07\n\x05_textB\x16\n\x14_skip_special_tokens\"e\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x14\n\x07logprob\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x13\n\x0btoken_bytes\x18\x04 \x01(\x0c\x42\n\n\x08_logprob\"\x93\x01\n\x10PositionLogprobs\x12+\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x1b.jaxoverlap.v1.TokenLogprob\x12(\n\x03top\x18\x02 \x03(\x0b\x32\x1b.jaxoverlap.v1.TokenLogprob\x12\x18\n\x0btext_offset\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_text_offset\"W\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x02 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x03 \x01(\r\"i\n\x07Timings\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x01\x12\x1b\n\x13\x66irst_token_seconds\x18\x02 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x03 \x01(\x01\x12\x13\n\x0bpreemptions\x18\x04 \x01(\r*\xbf\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x12\"\n\x1e\x46INISH_REASON_GRAMMAR_COMPLETE\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=1743
-  _globals['_FINISHREASON']._serialized_end=1934
+  _globals['_FINISHREASON']._serialized_start=1816
+  _globals['_FINISHREASON']._serialized_end=2007
   _globals['_TOKENIDS']._serialized_start=45
   _globals['_TOKENIDS']._serialized_end=68
   _globals['_CHATMESSAGE']._serialized_start=70
@@ -42,23 +42,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=154
   _globals['_CHAT']._serialized_end=377
   _globals['_SAMPLINGOPTIONS']._serialized_start=380
-  _globals['_SAMPLINGOPTIONS']._serialized_end=806
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=700
-  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=748
-  _globals['_STOPOPTIONS']._serialized_start=809
-  _globals['_STOPOPTIONS']._serialized_end=963
-  _globals['_CHOICES']._serialized_start=965
-  _globals['_CHOICES']._serialized_end=990
-  _globals['_OUTPUTCONSTRAINT']._serialized_start=993
-  _globals['_OUTPUTCONSTRAINT']._serialized_end=1146
-  _globals['_RETURNOPTIONS']._serialized_start=1149
-  _globals['_RETURNOPTIONS']._serialized_end=1334
-  _globals['_TOKENLOGPROB']._serialized_start=1336
-  _globals['_TOKENLOGPROB']._serialized_end=1437
-  _globals['_POSITIONLOGPROBS']._serialized_start=1439
-  _globals['_POSITIONLOGPROBS']._serialized_end=1544
-  _globals['_USAGE']._serialized_start=1546
-  _globals['_USAGE']._serialized_end=1633
-  _globals['_TIMINGS']._serialized_start=1635
-  _globals['_TIMINGS']._serialized_end=1740
+  _globals['_SAMPLINGOPTIONS']._serialized_end=836
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_start=710
+  _globals['_SAMPLINGOPTIONS_LOGITBIASENTRY']._serialized_end=758
+  _globals['_STOPOPTIONS']._serialized_start=839
+  _globals['_STOPOPTIONS']._serialized_end=993
+  _globals['_CHOICES']._serialized_start=995
+  _globals['_CHOICES']._serialized_end=1020
+  _globals['_OUTPUTCONSTRAINT']._serialized_start=1023
+  _globals['_OUTPUTCONSTRAINT']._serialized_end=1176
+  _globals['_RETURNOPTIONS']._serialized_start=1179
+  _globals['_RETURNOPTIONS']._serialized_end=1364
+  _globals['_TOKENLOGPROB']._serialized_start=1366
+  _globals['_TOKENLOGPROB']._serialized_end=1467
+  _globals['_POSITIONLOGPROBS']._serialized_start=1470
+  _globals['_POSITIONLOGPROBS']._serialized_end=1617
+  _globals['_USAGE']._serialized_start=1619
+  _globals['_USAGE']._serialized_end=1706
+  _globals['_TIMINGS']._serialized_start=1708
+  _globals['_TIMINGS']._serialized_end=1813
 # @@protoc_insertion_point(module_scope)

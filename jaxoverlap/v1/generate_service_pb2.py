@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from jaxoverlap.v1 import common_pb2 as jaxoverlap_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$jaxoverlap/v1/generate_service.proto\x12\rjaxoverlap.v1\x1a\x1ajaxoverlap/v1/common.proto\"\x91\x04\n\nGeneration\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.jaxoverlap.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x13.jaxoverlap.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.jaxoverlap.v1.SamplingOptions\x12(\n\x04stop\x18\x07 \x01(\x0b\x32\x1a.jaxoverlap.v1.StopOptions\x12\x33\n\nconstraint\x18\x08 \x01(\x0b\x32\x1f.jaxoverlap.v1.OutputConstraint\x12-\n\x07returns\x18\t \x01(\x0b\x32\x1c.jaxoverlap.v1.ReturnOptions\x12\x1a\n\rnum_sequences\x18\n \x01(\rH\x02\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0b \x01(\rH\x03\x88\x01\x01\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x0e \x01(\tB\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x10\n\x0e_num_sequencesB\n\n\x08_best_of\"@\n\x0fGenerateRequest\x12-\n\ngeneration\x18\x01 \x01(\x0b\x32\x19.jaxoverlap.v1.Generation\"\xb0\x02\n\x08Sequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.jaxoverlap.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x06 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x07 \x01(\tH\x00\x12#\n\x05usage\x18\x08 \x01(\x0b\x32\x14.jaxoverlap.v1.Usage\x12\'\n\x07timings\x18\t \x01(\x0b\x32\x16.jaxoverlap.v1.TimingsB\t\n\x07matched\"\x9a\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\tsequences\x18\x02 \x03(\x0b\x32\x17.jaxoverlap.v1.Sequence\x12\x38\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"F\n\x15GenerateStreamRequest\x12-\n\ngeneration\x18\x01 \x01(\x0b\x32\x19.jaxoverlap.v1.Generation\"\x9a\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x38\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\"j\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\"\xdc\x01\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.jaxoverlap.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x04 \x01(\tH\x00\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.jaxoverlap.v1.Usage\x12\'\n\x07timings\x18\x06 \x01(\x0b\x32\x16.jaxoverlap.v1.TimingsB\t\n\x07matched\"\xa0\x01\n\x16GenerateStreamResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.jaxoverlap.v1.StartedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.jaxoverlap.v1.DeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.jaxoverlap.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.jaxoverlap.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xdf\x02\n\x0fGenerateService\x12K\n\x08Generate\x12\x1e.jaxoverlap.v1.GenerateRequest\x1a\x1f.jaxoverlap.v1.GenerateResponse\x12_\n\x0eGenerateStream\x12$.jaxoverlap.v1.GenerateStreamRequest\x1a%.jaxoverlap.v1.GenerateStreamResponse0\x01\x12K\n\x08Tokenize\x12\x1e.jaxoverlap.v1.TokenizeRequest\x1a\x1f.jaxoverlap.v1.TokenizeResponse\x12Q\n\nDetokenize\x12 .jaxoverlap.v1.DetokenizeRequest\x1a!.jaxoverlap.v1.DetokenizeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$jaxoverlap/v1/generate_service.proto\x12\rjaxoverlap.v1\x1a\x1ajaxoverlap/v1/common.proto\"\x91\x04\n\nGeneration\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x17.jaxoverlap.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x13.jaxoverlap.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x05 \x01(\x08H\x01\x88\x01\x01\x12\x30\n\x08sampling\x18\x06 \x01(\x0b\x32\x1e.jaxoverlap.v1.SamplingOptions\x12(\n\x04stop\x18\x07 \x01(\x0b\x32\x1a.jaxoverlap.v1.StopOptions\x12\x33\n\nconstraint\x18\x08 \x01(\x0b\x32\x1f.jaxoverlap.v1.OutputConstraint\x12-\n\x07returns\x18\t \x01(\x0b\x32\x1c.jaxoverlap.v1.ReturnOptions\x12\x1a\n\rnum_sequences\x18\n \x01(\rH\x02\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x0b \x01(\rH\x03\x88\x01\x01\x12\x10\n\x08priority\x18\x0c \x01(\x05\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x19\n\x11\x63lient_request_id\x18\x0e \x01(\tB\x08\n\x06promptB\x15\n\x13_add_special_tokensB\x10\n\x0e_num_sequencesB\n\n\x08_best_of\"@\n\x0fGenerateRequest\x12-\n\ngeneration\x18\x01 \x01(\x0b\x32\x19.jaxoverlap.v1.Generation\"\xe8\x02\n\x08Sequence\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\x12\x32\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x1b.jaxoverlap.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x06 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x07 \x01(\tH\x00\x12#\n\x05usage\x18\x08 \x01(\x0b\x32\x14.jaxoverlap.v1.Usage\x12\'\n\x07timings\x18\t \x01(\x0b\x32\x16.jaxoverlap.v1.Timings\x12\x1f\n\x12\x63umulative_logprob\x18\n \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07matchedB\x15\n\x13_cumulative_logprob\"\x9a\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12*\n\tsequences\x18\x02 \x03(\x0b\x32\x17.jaxoverlap.v1.Sequence\x12\x38\n\x0fprompt_logprobs\x18\x03 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"F\n\x15GenerateStreamRequest\x12-\n\ngeneration\x18\x01 \x01(\x0b\x32\x19.jaxoverlap.v1.Generation\"\x9a\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x38\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\"j\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\x08logprobs\x18\x04 \x03(\x0b\x32\x1f.jaxoverlap.v1.PositionLogprobs\"\x94\x02\n\x08\x46inished\x12\r\n\x05index\x18\x01 \x01(\r\x12\x32\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x1b.jaxoverlap.v1.FinishReason\x12\x1a\n\x10matched_token_id\x18\x03 \x01(\rH\x00\x12\x18\n\x0ematched_string\x18\x04 \x01(\tH\x00\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.jaxoverlap.v1.Usage\x12\'\n\x07timings\x18\x06 \x01(\x0b\x32\x16.jaxoverlap.v1.Timings\x12\x1f\n\x12\x63umulative_logprob\x18\x07 \x01(\x01H\x01\x88\x01\x01\x42\t\n\x07matchedB\x15\n\x13_cumulative_logprob\"\xa0\x01\n\x16GenerateStreamResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.jaxoverlap.v1.StartedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.jaxoverlap.v1.DeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.jaxoverlap.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\x97\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.jaxoverlap.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"<\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"o\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12 \n\x13skip_special_tokens\x18\x03 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_skip_special_tokens\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t2\xdf\x02\n\x0fGenerateService\x12K\n\x08Generate\x12\x1e.jaxoverlap.v1.GenerateRequest\x1a\x1f.jaxoverlap.v1.GenerateResponse\x12_\n\x0eGenerateStream\x12$.jaxoverlap.v1.GenerateStreamRequest\x1a%.jaxoverlap.v1.GenerateStreamResponse0\x01\x12K\n\x08Tokenize\x12\x1e.jaxoverlap.v1.TokenizeRequest\x1a\x1f.jaxoverlap.v1.TokenizeResponse\x12Q\n\nDetokenize\x12 .jaxoverlap.v1.DetokenizeRequest\x1a!.jaxoverlap.v1.DetokenizeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,27 +37,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=615
   _globals['_GENERATEREQUEST']._serialized_end=679
   _globals['_SEQUENCE']._serialized_start=682
-  _globals['_SEQUENCE']._serialized_end=986
-  _globals['_GENERATERESPONSE']._serialized_start=989
-  _globals['_GENERATERESPONSE']._serialized_end=1143
-  _globals['_GENERATESTREAMREQUEST']._serialized_start=1145
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=1215
-  _globals['_STARTED']._serialized_start=1218
-  _globals['_STARTED']._serialized_end=1372
-  _globals['_DELTA']._serialized_start=1374
-  _globals['_DELTA']._serialized_end=1480
-  _globals['_FINISHED']._serialized_start=1483
-  _globals['_FINISHED']._serialized_end=1703
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1706
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1866
-  _globals['_TOKENIZEREQUEST']._serialized_start=1869
-  _globals['_TOKENIZEREQUEST']._serialized_end=2020
-  _globals['_TOKENIZERESPONSE']._serialized_start=2022
-  _globals['_TOKENIZERESPONSE']._serialized_end=2082
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2084
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2195
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2197
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2231
-  _globals['_GENERATESERVICE']._serialized_start=2234
-  _globals['_GENERATESERVICE']._serialized_end=2585
+  _globals['_SEQUENCE']._serialized_end=1042
+  _globals['_GENERATERESPONSE']._serialized_start=1045
+  _globals['_GENERATERESPONSE']._serialized_end=1199
+  _globals['_GENERATESTREAMREQUEST']._serialized_start=1201
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=1271
+  _globals['_STARTED']._serialized_start=1274
+  _globals['_STARTED']._serialized_end=1428
+  _globals['_DELTA']._serialized_start=1430
+  _globals['_DELTA']._serialized_end=1536
+  _globals['_FINISHED']._serialized_start=1539
+  _globals['_FINISHED']._serialized_end=1815
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1818
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1978
+  _globals['_TOKENIZEREQUEST']._serialized_start=1981
+  _globals['_TOKENIZEREQUEST']._serialized_end=2132
+  _globals['_TOKENIZERESPONSE']._serialized_start=2134
+  _globals['_TOKENIZERESPONSE']._serialized_end=2194
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2196
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2307
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2309
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2343
+  _globals['_GENERATESERVICE']._serialized_start=2346
+  _globals['_GENERATESERVICE']._serialized_end=2697
 # @@protoc_insertion_point(module_scope)

@@ -80,13 +80,16 @@ def finished(
         matched_string=sample.matched_string,
         usage=_usage(sample, prompt_tokens, cached_tokens),
         timings=_timings(sample),
+        cumulative_logprob=sample.cumulative_logprob,
     )
     return generate_service_pb2.GenerateStreamResponse(finished=event)
 
 
 def position_message(position: PositionLogprobs) -> common_pb2.PositionLogprobs:
     return common_pb2.PositionLogprobs(
-        chosen=_token_message(position.chosen), top=[_token_message(token) for token in position.top]
+        chosen=_token_message(position.chosen),
+        top=[_token_message(token) for token in position.top],
+        text_offset=position.text_offset,
     )
 
 
@@ -101,6 +104,7 @@ def _sequence(output: RequestOutput, sample: CompletionOutput) -> generate_servi
         matched_string=sample.matched_string,
         usage=_usage(sample, output.prompt_tokens, output.cached_tokens),
         timings=_timings(sample),
+        cumulative_logprob=sample.cumulative_logprob,
     )
 
 
@@ -217,6 +221,9 @@ class StreamReader:
           EngineError: the stream ended too early.
         """
         outputs = [sample.output for sample in self._samples if sample.output is not None]
+        last = outputs[-1:]
+        if self._params.is_ranked:
+            outputs.sort(key=lambda one: -(one.cumulative_logprob or 0.0))
         if self._started is None or len(outputs) < len(self._samples):
             raise EngineError("the service ended the stream before the answer was finished")
         output = _output(
@@ -228,7 +235,7 @@ class StreamReader:
             cached_tokens=self._started.cached_prompt_tokens,
             prompt_logprobs=_positions(self._started.prompt_logprobs, self._params.prompt_logprobs),
         )
-        return StreamDelta(index=outputs[-1].index, text="", token_ids=[], output=output)
+        return StreamDelta(index=last[0].index, text="", token_ids=[], output=output)
 
     def _unfinished(self, index: int) -> _Sample | None:
         if self._started is None or index >= len(self._samples) or self._samples[index].output is not None:
@@ -260,7 +267,7 @@ def _completion(
         matched_token_id=message.matched_token_id if matched == "matched_token_id" else None,
         matched_string=message.matched_string if matched == "matched_string" else None,
         logprobs=logprobs,
-        cumulative_logprob=None if logprobs is None else sum(p.chosen.logprob or 0.0 for p in logprobs),
+        cumulative_logprob=message.cumulative_logprob if message.HasField("cumulative_logprob") else None,
         preemptions=timings.preemptions,
         queue_seconds=timings.queue_seconds,
         first_token_seconds=timings.first_token_seconds,
@@ -306,7 +313,12 @@ def _positions(messages: Sequence[common_pb2.PositionLogprobs], num_top: int | N
     if num_top is None:
         return None
     return [
-        PositionLogprobs(_token(one.chosen), tuple(_token(token) for token in one.top[:num_top])) for one in messages
+        PositionLogprobs(
+            _token(one.chosen),
+            tuple(_token(token) for token in one.top[:num_top]),
+            one.text_offset if one.HasField("text_offset") else None,
+        )
+        for one in messages
     ]
 
 

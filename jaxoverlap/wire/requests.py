@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,19 +31,22 @@ TokenizeRequest = generate_service_pb2.TokenizeRequest
 
 def generation(
     prompt: Prompt,
-    params: SamplingParams,
+    params: SamplingParams | None,
     options: RequestOptions,
     *,
     model: str = "",
     client_request_id: str = "",
 ) -> Generation:
     """The message for a request. Text and token ids are both asked for; `options.timeout` is for the call's deadline.
+    Without parameters the service takes the model's own.
 
     Raises:
       InvalidRequestError: something that a message can't hold, such as text that is not valid Unicode.
     """
+    sampling = None if params is None else _sampling(params)
+    params = params or SamplingParams()
     message = Generation(
-        sampling=_sampling(params),
+        sampling=sampling,
         stop=common_pb2.StopOptions(
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
@@ -186,6 +189,8 @@ def _json(field: str, value: Any) -> str:
 # ---------------------------------------------------------------- from messages
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_PENALTIES = ("presence_penalty", "frequency_penalty")
+"""Off unless a message says otherwise, whatever the model."""
 
 
 def prompt_of(message: Generation | TokenizeRequest) -> str | list[int] | ChatPrompt:
@@ -213,17 +218,19 @@ def prompt_of(message: Generation | TokenizeRequest) -> str | list[int] | ChatPr
     )
 
 
-def sampling_params(message: Generation) -> SamplingParams:
-    """The parameters of a message.
+def sampling_params(message: Generation, defaults: Mapping[str, Any] | None = None) -> SamplingParams:
+    """The parameters of a message; what it leaves out are the `defaults`, where there are any.
 
     Raises:
       InvalidRequestError: a value out of range.
     """
     sampling, stop, returns = message.sampling, message.stop, message.returns
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = dict(defaults or {})
     for name in _FLOATS:
-        if name in ("min_p", "presence_penalty", "frequency_penalty") or sampling.HasField(name):
+        if name in _PENALTIES or sampling.HasField(name):
             given[name] = _shortest(getattr(sampling, name))
+    if sampling.HasField("top_k"):
+        given["top_k"] = sampling.top_k
     if sampling.HasField("seed"):
         given["seed"] = sampling.seed
     if sampling.logit_bias:
@@ -244,7 +251,6 @@ def sampling_params(message: Generation) -> SamplingParams:
         allowed = "set logprobs or prompt_logprobs as well"
         raise InvalidRequestError("generation.returns.top_logprobs", returns.top_logprobs, allowed)
     return SamplingParams(
-        top_k=sampling.top_k,
         banned_token_ids=tuple(sampling.banned_token_ids),
         min_tokens=stop.min_tokens,
         stop=tuple(stop.strings),

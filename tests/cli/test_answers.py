@@ -67,16 +67,16 @@ def test_every_sample_is_a_choice_and_all_their_tokens_are_used():
 HALVES = "日".encode()[:2], "日".encode()[2:]
 
 
-def position(token_bytes, logprob=-0.5, rank=1, *others):
+def position(token_bytes, logprob=-0.5, rank=1, *others, text_offset=None):
     top = tuple(TokenLogprob(50 + i, -1.0 - i, i + 1, other) for i, other in enumerate(others))
-    return PositionLogprobs(TokenLogprob(40, logprob, rank, token_bytes), top)
+    return PositionLogprobs(TokenLogprob(40, logprob, rank, token_bytes), top, text_offset)
 
 
 SCORED = [
-    position(b"a ", -0.25, 3, b"a", b"b"),
-    position(HALVES[0]),
-    position(HALVES[1], float("-inf")),
-    position(b"</s>"),
+    position(b"a ", -0.25, 3, b"a", b"b", text_offset=0),
+    position(HALVES[0], text_offset=2),
+    position(HALVES[1], float("-inf"), text_offset=2),
+    position(b"</s>", text_offset=5),
 ]
 
 

@@ -73,7 +73,8 @@ def test_names_of_the_model(name):
     "field",
     [{"n": 1}, {"stream": False}, {"stop": None}, {"stop": []}, {"presence_penalty": 0.0}, {"tools": []},
      {"response_format": {"type": "text"}}, {"logprobs": None}, {"top_p": None}, {"unheard_of": None}, {"echo": False},
-     {"tool_choice": "none"}, {"min_tokens": 0}, {"repetition_penalty": 1}, {"top_logprobs": 0}],
+     {"tool_choice": "none"}, {"tool_choice": "auto"}, {"parallel_tool_calls": True}, {"user": "me"}, {"metadata": {}},
+     {"metadata": {"a": "b"}}, {"store": False}, {"min_tokens": 0}, {"repetition_penalty": 1}, {"top_logprobs": 0}],
 )  # fmt: skip
 def test_fields_that_ask_for_nothing_are_taken(field):
     assert request(prompt="x", **field).params == SamplingParams()
@@ -81,8 +82,8 @@ def test_fields_that_ask_for_nothing_are_taken(field):
 
 @pytest.mark.parametrize(
     "field",
-    [{"stream": True}, {"stream": 0}, {"tool_choice": "auto"}, {"echo": True}, {"user": "me"}, {"suffix": "x"},
-     {"guided_json": {}}, {"bad_words": ["x"]}],
+    [{"stream": True}, {"stream": 0}, {"tool_choice": "required"}, {"echo": True}, {"suffix": "x"},
+     {"parallel_tool_calls": False}, {"guided_json": {}}, {"bad_words": ["x"]}],
 )  # fmt: skip
 def test_fields_of_other_engines_are_called_unsupported(field):
     [name] = field
@@ -312,3 +313,21 @@ def test_a_custom_id_that_utf8_can_not_say():
 def test_lines_that_are_no_output_of_ours(line):
     with pytest.raises(ValueError, match=r"."):
         read_key(line)
+
+
+def test_tools_are_left_out_of_the_prompt_if_none_may_be_chosen():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    for choice, shown in (("none", None), ("auto", tools), (None, tools)):
+        assert request(messages=CHAT, tools=tools, tool_choice=choice).prompt.tools == shown
+
+
+def test_content_parts_are_one_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert request(messages=[{"role": "user", "content": parts}]).prompt.messages[0]["content"] == "a\nb"
+    with pytest.raises(BadLine, match=r"body\.messages\[0\]\.content\[0\]\.type: 'image_url' is not allowed"):
+        request(messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+
+
+def test_what_is_the_callers_own_has_its_kind():
+    with pytest.raises(BadLine, match=r"body\.user: 3 is not allowed; text is needed"):
+        request(messages=CHAT, user=3)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 
 import pytest
 
+from benchmarks import bench_serving, load
 from jaxoverlap.cli import bench
-from jaxoverlap.cli.bench_report import compared, to_html, to_markdown
+from jaxoverlap.cli.bench_report import compared, tables, to_html, to_markdown
 from jaxoverlap.observe import figures
 from tests.cli.conftest import ROOT
 
@@ -84,3 +87,53 @@ def test_only_rows_that_both_have_are_compared():
     assert "<b>" not in to_html({"<b>": {"t": [{"<b>": "<b>"}]}}) and "x\\|y" in to_markdown(
         {"s": {"t": [{"n": "x|y"}]}}
     )
+
+
+def test_rows_are_told_apart_by_the_columns_that_a_suite_names():
+    rows = [{"rate": 2, "steps": 10, "ms": 1.0}, {"rate": 4.0, "steps": 30, "ms": 3.0}]
+    old = {"latency": {"environment": {}, "rows": rows}}
+    new = {"latency": {"environment": {}, "rows": [{"rate": 4, "steps": 15, "ms": 6.0}], "keys": {"rows": ["rate"]}}}
+    assert compared(old, new)["latency"]["rows"] == [{"rate": 4, "steps": 0.5, "ms": 2.0}]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda path: path.stem)
+def test_results_beside_themselves_are_all_ones(path):
+    results = {"suite": json.loads(path.read_text())}
+    found = compared(results, results)["suite"]
+    assert "not compared" not in found
+    for name, rows in tables(results["suite"]):
+        assert len(found[name]) == len(rows)
+        for row, ratios in zip(rows, found[name], strict=True):
+            assert all(value == row[column] or value == 1.0 for column, value in ratios.items())
+    if path.stem == "serving_sweep":
+        assert [row["rate"] for row in found["rows"]] == [8.0, 16.0, 32.0, 64.0]
+        assert all(row["TTFT p50"] == row["tok/s"] == 1.0 for row in found["rows"])
+
+
+def test_rows_that_nothing_tells_apart_are_not_compared():
+    twice = {
+        "a": {"environment": {}, "t": [{"case": "x", "ms": 1.0}, {"case": "x", "ms": 2.0}, {"case": "y", "ms": 1.0}]}
+    }
+    found = compared(twice, twice)["a"]
+    assert found["t"] == [{"case": "y", "ms": 1.0}]
+    assert found["not compared"] == [{"table": "t", "rows": 1, "are not told apart by": "case"}]
+
+
+def test_each_rate_of_a_sweep_has_prompts_of_its_own():
+    """Or the prefix cache would do the work from the second rate on."""
+    asked = []
+
+    async def run(client, work, moments):
+        asked.append({tuple(one.prompt) for one in work})
+        return [], 1.0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "run", run)
+        patch.setattr(load, "summary", lambda *args: {})
+        args = argparse.Namespace(
+            rates=[2.0, 4.0], requests=5, prompt_len="20", output_len="4", lengths=None, context=64, burst=1,
+            first_token_ms=500, token_ms=50,
+        )  # fmt: skip
+        asyncio.run(bench_serving.sweep(args, "127.0.0.1:1"))
+    first, second = asked
+    assert len(first) == len(second) == 5 and not first & second

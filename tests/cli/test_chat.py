@@ -84,7 +84,12 @@ def test_nobody_to_chat_with_ends_it(chat, server, error):
 
 @pytest.mark.parametrize(
     ("args", "problem"),
-    [(["--n", 2], "error: --n and --best-of: "), (["--temperature", -1], "error: temperature: -1.0")],
+    [
+        (["--n", 2], "error: --n and --best-of: "),
+        (["--temperature", -1], "error: temperature: -1.0"),
+        (["--logprobs", 0], "error: logprobs: 0 is not allowed; a chat does not show them"),
+        (["--prompt-logprobs", 2], "error: prompt_logprobs: 2 is not allowed; a chat does not show them"),
+    ],
 )
 def test_errors_before_it_starts(chat, args, problem):
     result = chat("A\n", *args)
@@ -114,7 +119,8 @@ class Terminal:
 
     def __init__(self, start, *args, **options) -> None:
         self.ours, theirs = pty.openpty()
-        self.process = start(*args, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, **options)
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+        self.process = start(*args, **(streams | options), start_new_session=True)
         os.close(theirs)
         self.seen = ""
 
@@ -160,6 +166,18 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(start, server):
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     assert said(server)[1] == ["user: Hi", "assistant: <", "user: More"]
+
+
+def test_answers_in_a_file_are_all_that_is_there(start, server, tmp_path):
+    with open(tmp_path / "answers", "wb") as file:
+        terminal = Terminal(start, "chat", "--server", server.target, stdout=file)
+    terminal.wait_for("> ")
+    terminal.type("Hi\n")
+    terminal.wait_for("output tokens")
+    terminal.wait_for("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(60) == 0
+    assert (tmp_path / "answers").read_text() == "<Hi>\n"
 
 
 def test_ctrl_c_stops_an_answer_of_the_model_here(start):

@@ -282,6 +282,21 @@ def test_numbers_that_make_no_sense_are_refused_by_their_names(client, args):
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["snapshot", "--count", 3], "--count is for a map over time; it needs --html"),
+        (["snapshot", "--svg", "--every", 1], "--every is for a map over time; it needs --html"),
+        (["snapshot", "--svg", "--html", "/tmp/none.html"], "--svg is one moment and --html a map over time"),
+        (["profile", "--stop", "--steps", 3], "--steps is for a profile that begins, --stop ends one"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(map(str, value)),
+)
+def test_options_that_contradict_each_other_are_refused(client, server, args, said):
+    result = client(*args)
+    assert (result.exit_code, result.stdout) == (2, "") and f"error: {said}" in result.stderr
+
+
 def test_a_trace_is_stopped_whatever_happens_meanwhile(client, monkeypatch, tmp_path):
     def fails(seconds: float) -> None:
         raise EngineError("no clock")

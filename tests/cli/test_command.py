@@ -46,6 +46,12 @@ def test_options_are_those_of_the_engine_and_of_requests():
 
 def test_options_that_are_zero_or_false_are_given():
     assert EngineOptions(lookahead=0).settings(lookahead=1) == {"lookahead": 0}
+    # A command's own default is left out where it would have no effect; what the user says is not.
+    assert EngineOptions(schedule="serial").settings(max_mixed_tokens=9) == {"schedule": "serial"}
+    assert EngineOptions(max_mixed_tokens=9, mixed_steps=False).settings() == {
+        "max_mixed_tokens": 9,
+        "mixed_steps": False,
+    }
     values = SamplingOptions(temperature=0.0, seed=0, keep_special_tokens=True, stop_token_ids=[]).values(seed=5)
     assert values == {"temperature": 0.0, "seed": 0, "skip_special_tokens": False}
 

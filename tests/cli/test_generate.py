@@ -7,6 +7,7 @@ import json
 import pytest
 
 from jaxoverlap.cli.generate import _fitting, in_order
+from jaxoverlap.config import EngineConfig
 from jaxoverlap.sampling_params import SamplingParams
 from tests.cli import toy
 from tests.fakes import oracle, salt_of
@@ -142,6 +143,8 @@ def test_stop_ids(cli):
         (["a", "--logit-bias", "x=1"], "error: logit_bias['x']: 'x' is not allowed"),
         (["a", "--stop", "x</s>"], "error: stop[0]: 'x</s>' is not allowed; skip_special_tokens hides '</s>'"),
         (["a", "--n", "0"], "error: n: 0 is not allowed"),
+        (["a", "--logprobs", "0"], "error: logprobs: 0 is not allowed; plain text does not show them; use --json"),
+        (["a", "--prompt-logprobs", "1"], "error: prompt_logprobs: 1 is not allowed; plain text does not"),
         (["-", "-"], "error: '-' (standard input) can be one prompt"),
         (["a", "--model", "missing"], "error: missing: no such file or folder"),
         (["a", "--dtype", "int3"], "error: dtype: 'int3' is not allowed; use one of auto, float32, bfloat16"),
@@ -194,3 +197,16 @@ def test_the_engine_is_as_small_as_the_job():
     assert fitting(["Hi"] * 3) == (3, 32, 32)
     assert fitting(["x" * 600] * 2) == (2, 512, 512)
     assert fitting(["x" * 6000] * 50) == (32, None, 512)
+
+
+def test_a_deterministic_engine_does_not_depend_on_the_prompts(cli, monkeypatch):
+    built = []
+
+    def build_engine(config, **given):
+        built.append(config)
+        return toy.build_engine(config, **given)
+
+    monkeypatch.setattr("jaxoverlap.llm.build_engine", build_engine)
+    for prompts in (["ab"], ["ab", "cd"], ["x" * 200, "ab"]):
+        assert cli("generate", "--deterministic", "--max-tokens", "3", *prompts).exit_code == 0
+    assert built == [EngineConfig(deterministic=True, watchdog_exit_seconds=30.0)] * 3

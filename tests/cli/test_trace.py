@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
 import pytest
 
 from jaxoverlap.cli import trace
 from jaxoverlap.observe import trace_file
+from jaxoverlap.observe.chrome_trace import DEVICE, ENGINE
+from jaxoverlap.observe.trace_page import to_page
 from tests.cli.conftest import write_lines
 
 REQUEST = {"custom_id": "1", "url": "/v1/completions", "body": {"prompt": "abc", "max_tokens": 5}}
@@ -28,7 +31,8 @@ def test_every_command_with_an_engine_writes_a_trace(cli, tmp_path):
         assert cli(name, *args, "-q", "--trace", path, stdin=stdin).exit_code == 0
         recorded = trace_file.read(path)
         assert {"host", "device", "request"} <= lanes(path) and recorded["otherData"]["model"] == "toy"
-        assert recorded["otherData"]["schedule"] == "overlap" and recorded["otherData"]["lookahead"] == 1
+        about = {name: recorded["otherData"][name] for name in ("platform", "schedule", "lookahead")}
+        assert about == {"platform": "cpu", "schedule": "overlap", "lookahead": 1}
         names = {event["name"] for event in recorded["traceEvents"] if event.get("cat") == "host"}
         assert {"plan", "launch", "wait", "commit", "detokenize"} <= names
 
@@ -60,20 +64,57 @@ def test_traces_become_a_picture(cli, tmp_path, monkeypatch):
     assert "pip install 'jaxoverlap[plots]'" in cli("trace", "picture", traces[0]).stderr
 
 
+def step(**fields) -> str:
+    """A trace of one step, with other fields."""
+    event = {"ph": "X", "pid": ENGINE, "tid": DEVICE, "name": "decode 1", "ts": 0, "dur": 1, **fields}
+    return json.dumps({"traceEvents": [event]})
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         (None, "No such file or directory"),
         ("[]", "is no trace: there are no traceEvents"),
+        (b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + b"damaged" * 9, "is damaged: Error -3 "),
+        (gzip.compress(b'{"traceEvents": []}')[:-9], "is damaged: Compressed file ended"),
+        ("[" * 100_000, "is no JSON: "),
+        ('{"traceEvents": [7]}', "traceEvents[0]: 7 is not allowed; an object is needed"),
+        ('{"traceEvents": [], "otherData": null}', "otherData: None is not allowed; an object is needed"),
+        (
+            '{"traceEvents": [], "otherData": {"summary": {"steps": 3}}}',
+            "otherData.summary.seconds: None is not allowed",
+        ),
+        (step(name=" "), "name: ' ' is not allowed; a text that is not empty is needed"),
+        (step(dur=None), "dur: None is not allowed; a number"),
+        (step(ts="now"), "ts: 'now' is not allowed; a number"),
+        (step(args=[]), "args: [] is not allowed; an object is needed"),
+        (step(args={"decode_rows": 1, "prompt_tokens": 0}), "args.kv_tokens: None is not allowed; a number"),
         ('{"traceEvents": []}', "there are no lanes of a host and a device in it"),
     ],
 )
 def test_what_is_no_trace_is_refused_in_one_line(cli, tmp_path, content, said):
     path = tmp_path / "t.json"
     if content is not None:
-        path.write_text(content)
-    result = cli("trace", "view", path)
-    assert result.exit_code == 2 and result.stderr.startswith(f"error: {path}") and result.stderr.endswith(f"{said}\n")
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for command in (["trace", "view"], ["trace", "picture"], ["simulate", "--measured"]):
+        if content == '{"traceEvents": []}' and command[-1] != "view":
+            continue  # they have words of their own for it
+        result = cli(*command, path)
+        assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+        assert str(path) in result.stderr and said in result.stderr
+
+
+def test_lanes_of_somebody_else_are_left_out(cli, tmp_path):
+    path = tmp_path / "t.json"
+    cli("generate", "abc", "--max-tokens", 5, "-q", "--trace", path)
+    recorded = json.loads(path.read_text())
+    before = to_page(recorded)
+    recorded["traceEvents"] += [
+        {"ph": "X", "pid": ENGINE, "tid": tid, "name": "", "ts": 0} for tid in (77, "main", [1], None)
+    ]
+    path.write_text(json.dumps(recorded))
+    assert cli("trace", "picture", path, "-o", tmp_path / "t.svg").exit_code == 0
+    assert cli("trace", "view", path).exit_code == 0 and (tmp_path / "t.html").read_text() == before
 
 
 def test_where_it_can_not_be_written_is_said_before_the_model_is_loaded(cli, tmp_path):

@@ -252,6 +252,7 @@ def test_what_the_service_says_of_itself(client, server):
         has_chat_template=True,
         dtype="float32",
         capabilities=("logprobs",),
+        sampling_defaults={"temperature": 0.5},
     )
     info = client.server_info()
     assert (info.version, info.uptime_seconds, info.devices) == ("0.1.0", 1.5, ("cpu:0",))

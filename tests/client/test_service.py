@@ -22,6 +22,7 @@ from jaxoverlap import (
     ServerUnavailableError,
 )
 from jaxoverlap.client import Health
+from jaxoverlap.prompts import ChatPrompt
 from tests.server import rig as rigs
 from tests.server import toy
 
@@ -71,6 +72,16 @@ def test_a_stream_is_the_unary_answer(client):
             assert (mine.text, mine.token_ids, mine.finish_reason) == (whole.text, whole.token_ids, whole.finish_reason)
             assert (mine.matched_string, mine.matched_token_id) == (whole.matched_string, whole.matched_token_id)
         assert len(unary.outputs) == params.n and streamed.seed == unary.seed
+
+
+def test_special_tokens_are_shown_to_who_has_given_tools(client):
+    tokenizer = toy.make_tokenizer()
+    for tools, skips, hidden in ((None, None, True), ([{"name": "f"}], None, False), ([{"name": "f"}], True, True)):
+        params = SamplingParams(seed=7, max_tokens=600, ignore_eos=True, skip_special_tokens=skips)
+        prompt = ChatPrompt(messages=CHAT, tools=tools)
+        for output in (*client.generate(prompt, params), list(client.stream(prompt, params))[-1].output):
+            assert tokenizer.eos_token_ids[0] in output.token_ids
+            assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=hidden)
 
 
 def test_drawn_seeds_are_told(client):

@@ -58,6 +58,23 @@ def test_a_folder_s_end_that_only_special_tokens_map_names_ends_requests(tmp_pat
     assert built.engine.eos_token_ids == built.model_config.eos_token_ids == (7, EOS_ID)
 
 
+def test_what_a_model_recommends_is_taken_unless_it_can_not_be_or_is_not_wanted(tmp_path, caplog):
+    folder = write_tiny_model(tmp_path)
+    values = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    edit(folder / "generation_config.json", **values, min_p=7, max_new_tokens=9, do_sample=False)
+
+    def defaults(generation_config):
+        config = EngineConfig(model=folder, num_pages=64, generation_config=generation_config)
+        return build_engine(config, warm_up=False).sampling_defaults
+
+    with caplog.at_level(logging.WARNING, "jaxoverlap"):
+        assert defaults("auto") == values
+    assert "generation_config.json is not followed: min_p: 7" in caplog.text
+    assert defaults("off") == {}
+    with pytest.raises(ConfigError, match="generation_config: 'vllm' is not allowed; use one of auto, off"):
+        EngineConfig(generation_config="vllm")
+
+
 def test_too_many_end_ids_are_refused_before_weights_are_read(tmp_path):
     folder = write_tiny_model(tmp_path)
     edit(folder / "config.json", eos_token_id=list(range(20)))
@@ -75,3 +92,9 @@ def test_max_model_len_may_be_what_rope_scaling_stretches_the_context_to(tmp_pat
         assert build_engine(config, warm_up=False).resolved.scheduler.limits.max_model_len == length
     with pytest.raises(ConfigError, match=r"513 is not allowed.* is 256, and 512 with its rope scaling"):
         build_engine(EngineConfig(model=folder, num_pages=64, max_model_len=513), warm_up=False)
+
+
+def test_what_has_no_effect_beside_the_other_settings_is_in_the_log(tmp_path, caplog):
+    folder = write_tiny_model(tmp_path)
+    build_engine(EngineConfig(model=folder, num_pages=64, schedule="serial", max_mixed_tokens=9), warm_up=False)
+    assert "max_mixed_tokens has no effect: prompts have steps of their own" in caplog.messages

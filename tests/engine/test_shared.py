@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
 import threading
+import time
+from itertools import pairwise
 
 import pytest
 
@@ -61,6 +64,42 @@ def test_ctrl_c_waits_for_the_end_however_often_it_comes():
     assert len(done) == 2
     assert isinstance(caught.value.__context__, ValueError)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_programs_own_handler_of_ctrl_c_is_called_after_the_block_as_often_as_it_came():
+    calls = []
+    usual = signal.signal(signal.SIGINT, lambda signum, frame: calls.append((signum, frame.f_code.co_name)))
+    try:
+        with interrupt_deferred(), interrupt_deferred():
+            press_ctrl_c()
+            press_ctrl_c()
+            assert not calls
+        assert calls == [(signal.SIGINT, "press_ctrl_c")] * 2
+        press_ctrl_c()
+        assert len(calls) == 3
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupt_deferred():
+            press_ctrl_c()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_in_an_event_loop_leaves_no_step_half_done(llm, times):  # noqa: F811
+    """The first cancels the task, at its next await; the second ends the call."""
+    finished = []
+
+    async def main():
+        finished.append(llm.generate([7], LONG))
+        await asyncio.sleep(60)
+
+    for _ in range(times):
+        before(llm.engine.loop.scheduler, "commit", press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert len(finished) == (1 if times == 1 else 0)
+    assert_usable(llm)
 
 
 @pytest.mark.parametrize("times", [1, 2, 3])
@@ -154,6 +193,27 @@ def test_a_fault_in_collecting_is_told_to_all_callers(monkeypatch):
             thread.join(10)
     assert len(results) == 3
     assert all("ValueError: no such text" in text for text in results)
+
+
+def test_who_was_brought_on_by_others_steps_does_not_step(llm):  # noqa: F811
+    stream = llm.stream([7], LONG)
+    next(stream)
+    launches = llm.runner.num_launches
+    assert llm._shared.step(unless=["news"]) == 0 and llm.runner.num_launches == launches
+    assert llm._shared.step(unless=[]) == 1
+    stream.close()
+
+
+def test_a_stream_gets_its_tokens_one_by_one_beside_a_thread_that_generates(llm):  # noqa: F811
+    llm.runner.step_seconds = 0.005
+    thread = threading.Thread(target=lambda: llm.generate([[1]] * 3, LONG))
+    thread.start()
+    moments = []
+    for _ in llm.stream([7], SamplingParams(temperature=0, seed=1, max_tokens=60, ignore_eos=True)):
+        moments.append(time.perf_counter())
+    thread.join(30)
+    at_once = sum(later - earlier < 0.001 for earlier, later in pairwise(moments))
+    assert at_once < len(moments) / 3, "two or three at a time"
 
 
 def test_a_stream_that_is_collected_in_the_middle_of_a_step_leaves_after_it(llm):  # noqa: F811

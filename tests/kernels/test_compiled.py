@@ -10,9 +10,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.aot import TARGETS, CanNotCompile, compile_for, spec
+from pallas_kernels.aot import TARGETS, CanNotCompile, compile_for
 from pallas_kernels.launches import LONG_ROWS, Launch, all_launches, launches
-from pallas_kernels.pages import num_bytes
+from pallas_kernels.pages import abstract, num_bytes
 from pallas_kernels.shapes import HEADS
 
 pytest.importorskip("jax_cuda13_plugin", reason="XLA's compiler for NVIDIA GPUs is not installed")
@@ -42,17 +42,22 @@ def one_of(implementation: str, kernel: str, case: str = "") -> Launch:
     return next(each for each in found if case in each.case)
 
 
-def test_pools_beyond_2_31_elements_are_addressed_in_64_bits():
-    launch = one_of("triton", "decode_attention")
+@pytest.mark.parametrize("kernel", ["decode_attention", "extend_attention", "write_kv", "rope_and_write_kv"])
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 2**31), ("int8", 2**32), ("float8_e4m3fn", 2**32)])
+def test_large_pools_are_addressed_in_64_bits(kernel, dtype, most):
+    """From so many numbers on; of codes, those from 2**31 on are refused (`is_addressable`)."""
+    launch = next(each for each in launches(HEADS[2], jnp.bfloat16, 16, dtype) if each.kernel == kernel)
+    pools = [index for index, each in enumerate(launch.specs) if getattr(each, "shape", ())[1:] == (16, 2, 128)]
 
     def products(pages: int) -> int:
-        pool = spec((pages, *launch.specs[1].shape[1:]), launch.specs[1].dtype)
-        specs = (launch.specs[0], pool, pool, *launch.specs[3:])
+        pool = abstract((pages, 16, 2, 128), dtype)
+        specs = [pool if index in pools else each for index, each in enumerate(launch.specs)]
         ptx = compile_for(TARGETS["h200"], launch.function, *specs, donate=launch.donate).ptx
         return len(re.findall(r"(?:mul|mad)\.(?:lo\.s64|lo\.u64|wide\.[su]32)", ptx))
 
-    page = 16 * 3 * 64
-    assert products(2**31 // page + 1) > products(2**31 // page - 1)
+    assert len(pools) == 2
+    page = 16 * 2 * 128
+    assert products(most // page + 1) > products(2**31 // page)
 
 
 def test_a_split_is_stored_before_it_is_announced_and_read_after():

@@ -188,6 +188,10 @@ def test_mosaic_is_for_hopper(monkeypatch):
             {"platform": "gpu", "compute_capability": "8.0"},
             pk.Choice("triton", "compute capability 8.0; it takes this shape"),
         ),
+        (
+            {"platform": "gpu", "compute_capability": "gfx942"},
+            pk.Choice("xla", "'triton' is for NVIDIA GPUs; this device is a gfx942"),
+        ),
     ],
 )
 def test_the_best_implementation_says_why(device, best):

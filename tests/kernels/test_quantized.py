@@ -3,6 +3,7 @@ numbers that they stand for."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,46 @@ def in_codes(case: Case, dtype: str) -> tuple[Case, Case]:
 
 
 # ---------------------------------------------------------------- codes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page", "reached"),
+    [
+        *((dtype, 2**31, True) for dtype in ("int8", "float8_e4m3fn", "bfloat16", "float32")),
+        *((dtype, count, False) for dtype in ("int8", "float8_e4m3fn") for count in (2**31 + 128, 2**32)),
+        *((dtype, 2**32 + 128, True) for dtype in ("int8", "float8_e4m3fn")),
+        *((dtype, 2**31 + 128, True) for dtype in ("bfloat16", "float16", "float32")),
+    ],
+)
+def test_only_one_byte_codes_between_two_and_four_gib_are_out_of_reach(dtype, page, reached):
+    assert pages.is_addressable(pages.abstract((page // 128, 1, 1, 128), dtype)) is reached
+
+
+@DTYPES
+@pytest.mark.parametrize("implementation", ["triton", "xla"])
+def test_a_pool_that_the_kernels_can_not_address_is_refused_by_each_of_them(dtype, implementation):
+    pool = pages.abstract((2**31 // 1024 + 1, 16, 1, 64), dtype)
+
+    def ints(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16 if len(shape) == 3 or shape[-1] > 64 else jnp.float32)
+
+    x, options = floats(8, 1, 64), {"page_offset": 0, "scale": 1.0}
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (pk.write_kv, (pool, pool, x, x, ints(8)), {}),
+        (pk.rope_and_write_kv, (floats(8, 192), pool, pool, floats(8, 32), floats(8, 32), ints(8)), {}),
+        (pk.decode_attention, (x, pool, pool, ints(8, 2), ints(8)), options),
+        (pk.extend_attention, (x, pool, pool, ints(1, 2), ints(2), ints(1)), options),
+    ]
+    for function, arguments, more in calls:
+        run = functools.partial(function, implementation=implementation, **more)
+        if implementation == "xla":
+            jax.eval_shape(run, *arguments)
+            continue
+        with pytest.raises(ValueError, match=r"at most 2\*\*31 codes or more than 2\*\*32"):
+            jax.eval_shape(run, *arguments)
 
 
 @DTYPES

@@ -85,6 +85,9 @@ def test_family_features():
         ({"quantization_config": "awq"}, "quantization_config is 'awq'"),
         ({"architectures": [{}]}, "architectures is {}"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'.*list"),
+        ({"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config is .*all layers are alike"),
+        ({"dual_chunk_attention_config": [1]}, r"dual_chunk_attention_config is \[1\]; it must be an object"),
+        ({"dual_chunk_attention_config": {"local_size": 8}}, "chunk_size is missing"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
         ({"bos_token_id": "1"}, "bos_token_id is '1'"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
@@ -119,6 +122,9 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 128, "max_window_layers
         ("mistral", {"sliding_window": 128}, (128, 128)),
         ("mistral", {}, (4096, 4096)),
         ("mistral", {"sliding_window": None}, (None, None)),
+        ("mistral", {"sliding_window": 128, "layer_types": None}, (128, 128)),
+        ("mistral", {"sliding_window": 128, "layer_types": ["full_attention", "sliding_attention"]}, (None, 128)),
+        ("mistral", {"sliding_window": None, "layer_types": ["full_attention"] * 2}, (None, None)),
         ("llama", {"sliding_window": 128}, (None, None)),  # transformers' llama knows no window
         ("qwen2", SLIDING, (None, 128)),
         ("qwen2", {**SLIDING, "max_window_layers": 0}, (128, 128)),
@@ -135,6 +141,23 @@ def test_every_layer_has_the_window_that_transformers_gives_it(family, fields, w
 
 
 @pytest.mark.parametrize(
+    ("chunks", "context"),
+    [
+        ({"chunk_size": 256, "local_size": 8, "original_max_position_embeddings": 128}, 128),
+        ({"chunk_size": 256, "local_size": 8, "original_max_position_embeddings": 512}, 256),
+        ({"chunk_size": 256}, 256),
+        ({"chunk_size": 1024}, 512),
+        ({}, 512),
+        (None, 512),
+    ],
+)
+def test_a_context_ends_where_dual_chunk_attention_would_begin(chunks, context, caplog):
+    config = config_from_hf(hf("qwen2", dual_chunk_attention_config=chunks))
+    assert config.max_position_embeddings == config.longest_context == context
+    assert ("dual_chunk_attention_config" in caplog.text) == (context < 512)
+
+
+@pytest.mark.parametrize(
     ("windows", "window"), [((), None), ((None, 8), None), ((8, 8), 8), ((8, 16), 16), ((None, None), None)]
 )
 def test_the_model_has_a_window_only_if_every_layer_has_one(windows, window):
@@ -148,6 +171,11 @@ def test_the_model_has_a_window_only_if_every_layer_has_one(windows, window):
     [
         ({"layer_types": ["sliding_attention"]}, "windows: 1 values, expected one for each of 2 layers"),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layer_types is 'chunked_attention'"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": False},
+            "layer_types has 'sliding_attention', which needs a sliding_window with use_sliding_window",
+        ),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": None}, "which needs a sliding_window"),
         ({"sliding_window": 0}, "sliding window is 0"),
         ({"sliding_window": "128"}, "sliding window is '128'"),
     ],
@@ -224,10 +252,11 @@ def test_gguf_that_can_not_be_computed_is_refused(fields, named):
         config_from_gguf({**GGUF, **fields}, vocab_size=100, tied=True)
 
 
-WRONG = [None, "x", "", [], [None], [1, "x"], {}, {"a": 1}, 1.5, -1, 0, True, 10**30, math.nan]
+WRONG = [None, "x", "", [], [None], [1, "x"], {}, {"a": 1}, 1.5, 0.5, -1, 0, 1, True, 10**30, 1e300, math.nan, math.inf]
 HF_FIELDS = [*HF, "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config",
              "eos_token_id", "bos_token_id", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
-             "use_sliding_window", "sliding_window", "layer_types", "max_window_layers"]  # fmt: skip
+             "use_sliding_window", "sliding_window", "layer_types", "max_window_layers", "per_layer_config",
+             "dual_chunk_attention_config", "original_max_position_embeddings"]  # fmt: skip
 ROPE_FIELDS = ["rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
                "attention_factor", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"]  # fmt: skip
 
@@ -240,11 +269,12 @@ def test_no_value_of_any_field_raises_anything_but_a_model_error(family):
         "mscale": 1,
         "mscale_all_dim": 1,
     }
+    rope_fields = [*ROPE_FIELDS, "rope_theta"]
     for value in WRONG:
         for name in HF_FIELDS:
             with contextlib.suppress(ModelError):
                 config_from_hf(hf(family, **{**windows, name: value}), {"eos_token_id": value})
-        for kind, name in itertools.product(("linear", "llama3", "yarn"), ROPE_FIELDS):
+        for kind, name in itertools.product(("linear", "llama3", "yarn"), rope_fields):
             with contextlib.suppress(ModelError):
                 config = config_from_hf(hf(family, rope_scaling={"rope_type": kind, **rope, name: value}))
                 if config.head_dim < 1000:

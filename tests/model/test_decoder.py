@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from jax.extend.core import jaxprs_in_params
 
+import pallas_kernels as pk
 from jaxoverlap.model import layout
 from jaxoverlap.model.decoder import Decoder, abstract_weights, contract, matmul_precision, random_weights
 from jaxoverlap.model.loading import load_model
+from pallas_kernels import pages
 from tests.model.dense import dense_attend, dense_logits
 from tests.tiny_models import MODELS, VOCAB_SIZE, make_model, save_folder
 
@@ -194,6 +198,33 @@ def test_float32_products_are_pinned_to_full_precision(saved, tokens, forms):
 
 
 @pytest.mark.parametrize(
+    ("dtype", "pool_dtype", "precision"),
+    [
+        ("float32", "float32", "HIGHEST"),
+        ("float32", "bfloat16", "HIGHEST"),
+        ("float32", "int8", "HIGHEST"),
+        ("bfloat16", "float32", "HIGHEST"),
+        ("bfloat16", "bfloat16", "DEFAULT"),
+        ("bfloat16", "int8", "DEFAULT"),
+    ],
+)
+def test_so_are_those_of_attention_in_plain_xla(dtype, pool_dtype, precision):
+    """Scores and weighted values of decode, and of extend for both KV heads and both of its loops."""
+    pool, options = pages.abstract((40, 16, 2, 64), pool_dtype), {"page_offset": 0, "scale": 1.0}
+    table, one, two = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 400), (1,), (2,)))
+    for kernel, tokens, lengths, count in (
+        (pk.decode_attention, 1, (one,), 2),
+        (pk.extend_attention, 64, (two, one), 2 * 2 * 2),
+    ):
+        q = jax.ShapeDtypeStruct((tokens, 4, 64), dtype)
+        traced = jax.make_jaxpr(partial(kernel, **options))(q, pool, pool, table, *lengths)
+        products = list(_products(traced.jaxpr))
+        assert len(products) == count
+        wanted = jax.lax.Precision[precision]
+        assert {equation.params["precision"] for equation in products} == {(wanted, wanted)}
+
+
+@pytest.mark.parametrize(
     ("tokens", "platform", "turned"), [(1, "cpu", 0), (2, "cpu", 1), (32, "cpu", 1), (33, "cpu", 0), (8, "cuda", 0)]
 )
 def test_products_of_few_tokens_are_turned_on_a_cpu_only(tokens, platform, turned):
@@ -214,9 +245,9 @@ def test_products_of_few_tokens_are_the_same_sums(tokens, axis):
 
 
 def _products(jaxpr):
-    """All of its equations that are products, those of its branches included."""
+    """All of its equations that are products, those of its branches, loops and functions included."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "dot_general":
             yield equation
-        for branch in equation.params.get("branches", ()):
-            yield from _products(branch.jaxpr)
+        for inner in jaxprs_in_params(equation.params):
+            yield from _products(inner)

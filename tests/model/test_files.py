@@ -76,6 +76,19 @@ def test_what_the_library_writes_is_read(tmp_path):
         ({"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, b"0000", "'w' has an unreadable header"),
         ({"w": {"dtype": ["F32"], "shape": [1], "data_offsets": [0, 4]}}, b"0000", "'w' has an unreadable header"),
         ({"w": {"dtype": "F32", "shape": 1, "data_offsets": [0, 4]}}, b"0000", "'w' has an unreadable header"),
+        ({"w": entry("F32", [4], 0, 16)}, b"\0" * 17, "'w' ends at byte 16 of the data, which has 17"),
+        ({}, b"\0", "the header ends at byte 0 of the data, which has 1"),
+        ({"w": entry("F32", [4], 4, 20)}, b"\0" * 20, "'w' begins at byte 4 of the data, but the header ends at 0"),
+        (
+            {"w": entry("F32", [4], 0, 16), "v": entry("F32", [4], 12, 28)},
+            b"\0" * 28,
+            "'v' begins at byte 12 of the data, but tensor 'w' ends at 16",
+        ),
+        (
+            {"w": entry("F32", [4], 0, 16), "v": entry("F32", [4], 0, 16)},
+            b"\0" * 16,
+            "'v' begins at byte 0 of the data, but tensor 'w' ends at 16",
+        ),
         (b'{"w":' + b"[" * 200_000, b"", "unreadable safetensors header"),
         (b'{"w": 1, "w": 2}', b"", "'w' appears twice"),
         (b"[1]", b"", "expected a JSON object"),
@@ -87,6 +100,12 @@ def test_damaged_safetensors_are_refused(tmp_path, header, data, named):
     with pytest.raises(ModelError, match=named) as caught:
         SafetensorsFile(path).read("w")
     assert "f.safetensors" in str(caught.value)
+
+
+def test_tensors_may_be_listed_in_any_order(tmp_path):
+    header = {"b": entry("F32", [1], 4, 8), "a": entry("F32", [0], 4, 4), "c": entry("F32", [1], 0, 4)}
+    file = SafetensorsFile(write_safetensors(tmp_path / "f", header, np.array([1, 2], np.float32).tobytes()))
+    assert [file.read(name).tolist() for name in "abc"] == [[], [2.0], [1.0]]
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"\xff" * 64, struct.pack("<Q", 1000) + b"{}"])

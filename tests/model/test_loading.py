@@ -18,7 +18,6 @@ from jaxoverlap.errors import ModelError
 from jaxoverlap.model import default_model, layout
 from jaxoverlap.model.loading import load_model, open_model, resolve_dtype
 from jaxoverlap.model.rope import inverse_frequencies
-from tests.model.dense import dense_logits
 from tests.tiny_models import (
     GGUF_MODELS,
     VOCAB_SIZE,
@@ -116,11 +115,22 @@ def test_a_bias_the_config_does_not_know_is_refused(folder):
         load_model(folder)
 
 
-def test_rotary_buffers_are_ignored(folder):
+@pytest.mark.parametrize("buffer", ["inv_freq", "cos_cached", "sin_cached"])
+def test_rotary_buffers_are_ignored(folder, buffer):
     expected = load_model(folder).weights
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    name = f"model.layers.0.self_attn.rotary_emb.{buffer}"
     edit_tensors(folder, lambda tensors: tensors.update({name: np.zeros(4, np.float32)}))
     assert same_bits(load_model(folder).weights, expected)
+
+
+def test_so_are_rotary_buffers_that_the_index_does_not_list(sharded):
+    expected = load_model(sharded).weights
+    first = shards_of(sharded)[0]
+    save_file({**load_file(first), "model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}, first)
+    assert same_bits(load_model(sharded).weights, expected)
+    save_file({**load_file(first), "model.layers.0.self_attn.rotary_emb.other": np.zeros(4, np.float32)}, first)
+    with pytest.raises(ModelError, match=r"rotary_emb\.other.* is not listed"):
+        load_model(sharded)
 
 
 # Tied or not
@@ -131,14 +141,22 @@ def test_tied_without_lm_head_uses_the_embedding(tmp_path):
     assert "lm_head" not in loaded.weights["params"]
 
 
-def test_tied_with_lm_head_still_uses_the_embedding(tmp_path):
+@pytest.mark.parametrize("differs", [True, False])
+def test_tied_with_lm_head_still_uses_the_embedding(tmp_path, caplog, differs):
     made = save_folder(make_model("llama-tied"), tmp_path)
     expected = load_model(made)
-    wrong_head = np.full((VOCAB_SIZE, 48), 7, np.float32)
-    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": wrong_head}))
-    loaded = load_model(made)
-    assert same_bits(loaded.weights, expected.weights)
-    assert np.ptp(dense_logits(loaded.config, loaded.weights, IDS)) > 1  # the constant head would make it 0
+    head = load_file(made / "model.safetensors")["model.embed_tokens.weight"].copy()
+    head[-1, -1] += differs
+    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": head}))
+    assert same_bits(load_model(made).weights, expected.weights)
+    assert ("lm_head.weight, which differs from model.embed_tokens.weight, is not used" in caplog.text) == differs
+
+
+def test_tied_with_only_an_lm_head_uses_it_for_both(tmp_path):
+    made = save_folder(make_model("llama-tied"), tmp_path)
+    expected = load_model(made)
+    edit_tensors(made, lambda tensors: tensors.update({"lm_head.weight": tensors.pop("model.embed_tokens.weight")}))
+    assert same_bits(load_model(made).weights, expected.weights)
 
 
 def test_untied_without_lm_head_is_refused(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -59,6 +60,69 @@ def test_scaling_equals_transformers(parameters, spelling):
     rope = rope_from_hf(fields, max_positions)
     np.testing.assert_allclose(inverse_frequencies(rope, 96), expected.numpy(), rtol=3e-7)
     assert rope.attention_factor == pytest.approx(factor)
+
+
+PLAIN = {"rope_type": "default", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_theta": 1e6, "rope_parameters": PLAIN, "rope_scaling": {"rope_type": "yarn", **YARN}},
+        {"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "yarn", "rope_theta": 5e5, **YARN}},
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **YARN}, "rope_scaling": {}},
+        {"rope_parameters": {**PLAIN, "rope_type": "yarn", **YARN}, "rope_scaling": {"type": "linear", "factor": 3.0}},
+        {"original_max_position_embeddings": 2048, "rope_parameters": {**PLAIN, "rope_type": "yarn", **YARN}},
+        {
+            "original_max_position_embeddings": 2048,
+            "rope_scaling": {"rope_type": "llama3", **LLAMA3},
+        },
+    ],
+    ids=str,
+)
+def test_where_fields_contradict_each_other_transformers_decides(fields):
+    fields = {"rope_theta": 1e6, **fields}
+    config = transformers.LlamaConfig.from_dict({"head_dim": 96, "max_position_embeddings": 8192, **deepcopy(fields)})
+    expected, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config)
+    rope = rope_from_hf(fields, 8192)
+    np.testing.assert_allclose(inverse_frequencies(rope, 96), expected.numpy(), rtol=1e-6)
+    assert rope.attention_factor == pytest.approx(factor)
+
+
+def test_rope_scaling_keeps_the_base_of_the_rope_parameters_that_it_replaces():
+    rope = rope_from_hf({"rope_parameters": PLAIN, "rope_scaling": {"rope_type": "yarn", **YARN}}, 8192)
+    assert (rope.kind, rope.theta, rope.factor) == ("yarn", 1e6, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"rope_type": "yarn", **YARN, "rope_theta": 1}, "rope_theta is 1.0; rope type 'yarn' needs more than 1"),
+        ({"rope_type": "yarn", **YARN, "rope_theta": 0}, "rope_theta is 0"),
+        *(
+            ({"rope_type": "yarn", **YARN, "factor": value}, f"'factor' is {value}")
+            for value in (0, -2.0, np.nan, np.inf)
+        ),
+        ({"rope_type": "yarn", **YARN, "factor": 1e300}, r"'factor' is 1e\+300; .* from 1e-18 to 1e\+18"),
+        ({"rope_type": "yarn", **YARN, "beta_fast": 1e300}, r"'beta_fast' is 1e\+300"),
+        ({"rope_type": "linear", "factor": 0}, "'factor' is 0"),
+        *(
+            ({"rope_type": kind, **LLAMA3, "original_max_position_embeddings": value}, f"original.* is {shown}")
+            for kind in ("yarn", "llama3")
+            for value, shown in ((0, 0), (-1, -1), (0.5, 0))
+        ),
+        (
+            {"rope_type": "llama3", **LLAMA3, "low_freq_factor": 4.0},
+            "'high_freq_factor' is 4.0.*'low_freq_factor', 4.0",
+        ),
+    ],
+    ids=str,
+)
+def test_numbers_without_frequencies_are_refused_by_name(fields, named):
+    with pytest.raises(ModelError, match=named):
+        rope_from_hf({"rope_parameters": fields}, 8192)
+    with pytest.raises(ModelError, match="original_max_position_embeddings is 0"):
+        rope_from_hf({"rope_parameters": {"rope_type": "yarn", **YARN}, "original_max_position_embeddings": 0}, 8192)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "su", "mrope", "proportional", "invented"])

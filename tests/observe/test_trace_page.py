@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from jaxoverlap.observe.chrome_trace import to_chrome
+from jaxoverlap.observe.chrome_trace import About, to_chrome
 from jaxoverlap.observe.trace_page import to_page
 from tests.engine.test_timeline import traced
 from tests.harness import Harness
@@ -20,7 +20,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium-headless-shell", "chrom
 @pytest.fixture(scope="module")
 def trace() -> dict:
     harness = Harness(lookahead=0, step_seconds=0.002, check_every=None)
-    return to_chrome(traced(harness), {"model": "</script><b>toy</b>"})
+    return to_chrome(traced(harness), About("</script><b>toy</b>", "cpu", "serial", 0))
 
 
 def test_the_page_has_all_that_is_in_the_trace_and_needs_nothing_else(trace):

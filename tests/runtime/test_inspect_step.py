@@ -48,6 +48,15 @@ def test_so_are_steps_with_prompts_and_those_of_few_rows(attention, prompt_token
     assert all(kernel.depth == 1 for kernel in report.compiled.kernels)
 
 
+def test_a_step_over_a_pool_that_is_divided_is_still_one_command_buffer():
+    """Its codes are between 2**31 and 2**32: two stages with a pool each."""
+    pages = 2**31 // (4 * 16 * 3 * 64) + 1
+    report = inspect_step(FEW_LAYERS, TARGETS["h200"], decode_rows=64, kv_dtype="int8", num_pages=pages)
+    assert not report.faults, str(report)
+    assert report.kernels_per_layer == MAX_KERNELS
+    assert report.pool_bytes == pages * 4 * 16 * 3 * 2 * (64 + 4)
+
+
 @pytest.mark.skipif(not os.environ.get("JAXOVERLAP_ALL_GPUS"), reason="JAXOVERLAP_ALL_GPUS is not set")
 @pytest.mark.parametrize("target", ["a100", "l4"])
 def test_older_gpus(target):

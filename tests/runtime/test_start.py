@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ from jaxoverlap.model.logit_rules import RowRules
 from jaxoverlap.runtime import compile_cache, container
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.executables import SampleShape
-from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes
+from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes, let_jax_take
 from jaxoverlap.runtime.runner import choose_attention
 from pallas_kernels import choice, trial
 from tests.tiny import CONFIG, make_runner, scheduler_config
@@ -30,10 +31,35 @@ def gpu(limit: float, used: float):
     return SimpleNamespace(platform="gpu", memory_stats=lambda: stats)
 
 
-def test_on_a_gpu_the_pool_takes_its_share_of_what_this_process_may_use():
-    assert kv_memory_bytes(EngineConfig(), gpu(100, 16)) == pytest.approx(74 * GIB)
-    assert kv_memory_bytes(EngineConfig(gpu_memory_fraction=0.5), gpu(100, 16)) == pytest.approx(34 * GIB)
-    assert kv_memory_bytes(EngineConfig(kv_memory_gib=3), gpu(100, 99)) == 3 * GIB
+SHARE, OLD_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+@pytest.fixture(autouse=True)
+def no_share_of_jax(monkeypatch):
+    for name in (SHARE, OLD_SHARE):
+        monkeypatch.setenv(name, "")  # also undoes what a test sets
+
+
+def test_in_a_process_of_ours_jax_takes_the_share_of_a_gpu_that_the_engine_is_to_use(monkeypatch):
+    let_jax_take(0.8)
+    assert os.environ[SHARE] == "0.8"
+    # Of a GPU of 125 GiB JAX has 100: a tenth of it is for steps.
+    assert kv_memory_bytes(EngineConfig(gpu_memory_fraction=0.8), gpu(100, 16)) == pytest.approx(74 * GIB)
+    for name in (OLD_SHARE, SHARE):  # what somebody has set is not changed
+        monkeypatch.setenv(SHARE, "")
+        monkeypatch.setenv(OLD_SHARE, "")
+        monkeypatch.setenv(name, "0.5")
+        let_jax_take(0.8)
+        assert {os.environ[SHARE], os.environ[OLD_SHARE]} == {"0.5", ""}
+        assert kv_memory_bytes(EngineConfig(gpu_memory_fraction=0.8), gpu(100, 16)) == pytest.approx(74 * GIB)
+        assert kv_memory_bytes(EngineConfig(gpu_memory_fraction=0.25), gpu(100, 16)) == pytest.approx(29 * GIB)
+
+
+def test_in_a_program_of_somebody_else_the_pool_keeps_within_what_jax_has():
+    """75 GiB of a GPU of 100."""
+    assert kv_memory_bytes(EngineConfig(), gpu(75, 16)) == pytest.approx(51.5 * GIB)
+    assert kv_memory_bytes(EngineConfig(gpu_memory_fraction=0.5), gpu(75, 16)) == pytest.approx(29 * GIB)
+    assert kv_memory_bytes(EngineConfig(kv_memory_gib=3), gpu(75, 74)) == 3 * GIB
 
 
 def test_on_a_gpu_the_pool_leaves_room_for_the_rules_of_all_rows():
@@ -47,7 +73,7 @@ def test_on_a_gpu_the_pool_leaves_room_for_the_rules_of_all_rows():
 
 
 def test_a_gpu_with_nothing_left_says_what_to_change():
-    with pytest.raises(ConfigError, match=r"gpu_memory_fraction: 0\.9 of 10\.0 GiB.*9\.5 GiB"):
+    with pytest.raises(ConfigError, match=r"gpu_memory_fraction: 0\.9 of 13\.3 GiB, of which JAX has 10\.0, .* 9\.5"):
         kv_memory_bytes(EngineConfig(), gpu(10, 9.5))
     silent = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
     with pytest.raises(ConfigError, match="kv_memory_gib"):
@@ -194,6 +220,35 @@ _SETTINGS = (
     "jax_persistent_cache_min_compile_time_secs",
     "jax_persistent_cache_min_entry_size_bytes",
 )
+
+
+@pytest.mark.parametrize("program", [None, "told"])
+def test_an_engine_that_wants_another_cache_or_none_does_not_get_the_one_before(tmp_path, monkeypatch, program):
+    before = {name: getattr(jax.config, name) for name in _SETTINGS}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    try:
+        told = program and str(tmp_path / program)
+        jax.config.update(_SETTINGS[0], told)
+        settings = [told, *list(before.values())[1:]]
+        for folder, expected in (
+            (tmp_path / "a", tmp_path / "a"),
+            ("off", None),
+            (tmp_path / "b", tmp_path / "b"),
+            (None, tmp_path / (program or "home/jaxoverlap/xla")),
+            (tmp_path / "b", tmp_path / "b"),
+            ("off", None),
+        ):
+            assert compile_cache.enable(folder) == expected
+            now = [getattr(jax.config, name) for name in _SETTINGS]
+            assert now == (settings if folder == "off" else [str(expected), 0.0, -1])
+        compile_cache.enable(tmp_path / "a")
+        jax.config.update(_SETTINGS[0], str(tmp_path / "later"))  # by the program
+        assert compile_cache.enable("off") is None
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "later")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def test_a_cache_folder_that_cannot_be_made_is_named(tmp_path):

@@ -214,6 +214,16 @@ def test_counters_add_up():
     assert counters.computed_tokens == counters.admitted_tokens - counters.cached_tokens
 
 
+def test_what_a_preempted_request_finds_again_is_no_hit():
+    harness = Harness(num_pages=8, max_running=4, settings={"headroom": 1})
+    for i in range(4):
+        harness.submit([i] * 40, max_tokens=40, ignore_eos=True)
+    harness.run()
+    counters = harness.scheduler.counters
+    assert counters.preemptions > 0
+    assert (counters.admitted_tokens, counters.cached_tokens) == (160, 0)
+
+
 @pytest.mark.parametrize("lookahead", LOOKAHEADS)
 def test_pages_read_from_the_cache_can_not_be_promised_twice(lookahead):
     """B056: readers of one long prefix and strangers, more than fit: all finish."""

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxoverlap.scheduler.snapshot import MemorySnapshot
+from jaxoverlap.scheduler.snapshot import MemorySnapshot, PageOwner
 from tests.harness import Harness
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -129,3 +129,12 @@ def test_requests_differ_by_hue_and_free_pages_are_grey():
     assert all(len(fills) == 1 for fills in colour.values())
     assert len({next(iter(fills)) for fills in colour.values()}) == len(colour) == 5
     harness.run()
+
+
+def test_a_servers_ids_are_text_and_of_callers_who_left_there_are_none():
+    owners = [PageOwner(0, "row", "chat-1", 0, 1), PageOwner(1, "row", None, 0, 1), PageOwner(2, "row", "chat-2", 0, 1)]
+    snapshot = MemorySnapshot(16, tuple(owners), free=0, own=3, locked=0, evictable=0, promised=0)
+    cells = ElementTree.fromstring(snapshot.to_svg()).findall(f"{SVG}rect")
+    assert len({cell.attrib["fill"] for cell in cells}) == 3
+    titles = [cell.find(f"{SVG}title").text for cell in cells]
+    assert "request chat-1, page 0" in titles[0] and "a request that has left, page 0" in titles[1]

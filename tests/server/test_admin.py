@@ -6,13 +6,15 @@ import gzip
 import json
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
 
 from jaxoverlap import __version__
+from jaxoverlap.cli.main import app
 from jaxoverlap.engine.load_meter import LoadMeter
 from jaxoverlap.engine.profiler import DEFAULT_STEPS, Profiler
 from jaxoverlap.errors import ConfigError, ConflictError
@@ -74,6 +76,20 @@ def test_the_cache_is_flushed_when_nothing_runs(rig):
     assert rig.caller.admin.FlushCache(pb.FlushCacheRequest()).freed_pages > 0
     assert rig.caller.admin.FlushCache(pb.FlushCacheRequest()).freed_pages == 0
     assert rig.caller.answer(given).sequences[0].usage.cached_prompt_tokens == 0
+
+
+def test_the_client_command_draws_the_memory_while_a_request_runs(rig):
+    rig.hold()
+    call = rig.caller.stream(generation("who has which page", stop={"max_tokens": 900}))
+    [request] = rig.wait_queued(1)
+    rig.step_until(lambda: len(request.output_ids) == 2)
+    with ThreadPoolExecutor(1) as thread:
+        drawing = thread.submit(CliRunner().invoke, app, ["client", "snapshot", "--svg", "--target", rig.target])
+        rig.step_until(lambda: drawing.done() or time.sleep(0.02))
+    drawn = drawing.result()
+    assert drawn.exit_code == 0 and drawn.stdout.startswith("<svg") and "toy-0-" in drawn.stdout
+    rig.device.allow(None)
+    list(call)
 
 
 def test_the_memory_snapshot_names_requests_as_callers_know_them(rig):
@@ -218,8 +234,9 @@ def test_a_request_at_the_door_is_aborted_once(rig, monkeypatch):
             return Future()
 
     monkeypatch.setattr(rig.engine, "constraints", Slow())
-    call = rig.caller.stream(generation("compile", constraint={"any_json": True}))
+    call = rig.caller.stream(generation("compile", constraint={"any_json": True}, num_sequences=3))
     [name] = [call.request_id for call in eventually(rig.client.calls)]
+    assert rig.caller.admin.GetLoad(pb.GetLoadRequest()).queued == 3, "sequences, as of those that wait for a row"
     answer = rig.caller.admin.AbortRequests(pb.AbortRequestsRequest(request_ids=[name, name]), timeout=PATIENCE)
     assert list(answer.aborted_ids) == [name]
     assert failure_of(list, call).code() == grpc.StatusCode.ABORTED

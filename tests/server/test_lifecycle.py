@@ -239,6 +239,18 @@ def test_a_server_that_cannot_start_says_why_in_one_line():
         assert missing.wait() == crashing.wait() == 2
         assert "error: missing: no such file or folder" in missing.log().splitlines()
         assert "error: RuntimeError: no driver" in crashing.log().splitlines()
+    with Served("--model", "missing", "--in-process") as served:
+        assert served.wait() == 2
+        assert "error: missing: no such file or folder" in served.log().splitlines()
+
+
+def test_with_a_log_in_json_the_fatal_error_is_json_too():
+    for options in (["--model", "missing"], ["--model", "missing", "--in-process"], ["--listen", "0.0.0.0:1"]):
+        with Served("--log-format", "json", *options) as served:
+            assert served.wait() == 2
+            lines = [json.loads(line) for line in served.log().splitlines()]
+        assert lines[-1]["level"] == "error" and lines[-1]["process"] == "server"
+        assert ("other machines" if "--listen" in options else "missing: no such file") in lines[-1]["message"]
 
 
 def test_a_file_that_can_not_be_used_ends_a_server_before_it_loads_anything(tmp_path):

@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from jaxoverlap.errors import ConfigError
 from jaxoverlap.scheduler.plan import RowStatus
 from jaxoverlap.server import metrics
+from jaxoverlap.server.config import ServerConfig
 from jaxoverlap.server.metrics import EngineCollector, serving_metrics
 from jaxoverlap.v1 import admin_service_pb2, generate_service_pb2
 from tests.server.processes import SMALL, Served
@@ -230,3 +231,8 @@ def test_two_front_ends_have_one_page_and_logs_name_requests_without_their_promp
     assert all(line["output_tokens"] == 8 and line["level"] == "debug" for line in ended.values())
     assert {line["process"] for line in lines} >= {"server"}
     assert "SECRET" not in written and answers[0].sequences[0].text not in written
+
+
+def test_a_host_of_metrics_without_a_port_is_refused():
+    with pytest.raises(ConfigError, match=r"metrics_host: '0.0.0.0' is not allowed without metrics_port"):
+        ServerConfig(metrics_host="0.0.0.0")

@@ -15,6 +15,7 @@ import pytest
 from jaxoverlap import LLM, RequestOutput, SamplingParams, StructuredOutput
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.v1 import admin_service_pb2 as admin
+from jaxoverlap.v1 import common_pb2
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.wire import answers, requests
 from tests.server.fuzz import random_message
@@ -24,6 +25,7 @@ from tests.server.test_statuses import failure_of, field_of
 from tests.server.tiny_folder import write_tiny_model
 
 PROMPTS = ["Hello, world", [5, 6, 7, 8, 9], [{"role": "user", "content": "Name a prime."}]]
+RECOMMENDED = {"temperature": 0.5, "top_k": 5}
 SETTINGS: dict[str, Any] = {
     "max_running": 4,
     "max_batched_tokens": 16,
@@ -36,7 +38,9 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    (folder / "generation_config.json").write_text(json.dumps(RECOMMENDED))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,18 @@ def test_the_best_of_several_comes_first(llm, served):
     given = requests.generation("best", params, RequestOptions())
     online = answers.request_output(caller.answer(given), "best", params)
     assert [one.token_ids for one in online.outputs] == [one.token_ids for one in offline.outputs]
+    sums = [one.cumulative_logprob for one in offline.outputs]
+    assert None not in sums and [one.cumulative_logprob for one in online.outputs] == pytest.approx(sums)
+
+
+def test_a_best_of_that_leaves_nothing_out_is_streamed(llm, served):
+    params = SamplingParams(n=3, best_of=3, temperature=1.0, seed=9, max_tokens=10)
+    (offline,) = llm.generate("best", params)
+    *_, streamed = llm.stream("best", params)
+    for outputs in (streamed.output.outputs, *(online.outputs for online in over_the_wire(served, "best", params))):
+        assert [(one.index, one.text) for one in outputs] == [(one.index, one.text) for one in offline.outputs]
+        sums = [one.cumulative_logprob for one in offline.outputs]
+        assert [one.cumulative_logprob for one in outputs] == pytest.approx(sums)
 
 
 def test_a_stop_string_cuts_as_offline(llm, served):
@@ -163,3 +179,21 @@ def test_whatever_follows_the_proto_is_answered_or_refused(served):
     assert set(codes) <= {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED"}, codes
     assert codes["OK"] > 5 and codes["INVALID_ARGUMENT"] > 5, codes
     assert "Traceback" not in served.log()
+
+
+def test_what_a_message_leaves_out_is_what_the_model_recommends(served: Served, llm: LLM) -> None:
+    def ids(**sampling: Any) -> list[int]:
+        given = pb.Generation(text="Hello", sampling=common_pb2.SamplingOptions(seed=4, **sampling))
+        given.stop.max_tokens, given.stop.ignore_eos, given.returns.token_ids = 20, True, True
+        return list(served.caller().answer(given).sequences[0].token_ids)
+
+    def of_llm(**sampling: Any) -> list[int]:
+        params = SamplingParams(seed=4, max_tokens=20, ignore_eos=True, **sampling)
+        return llm.generate("Hello", params)[0].outputs[0].token_ids
+
+    assert ids() == of_llm(**RECOMMENDED) != of_llm()
+    assert ids(top_k=0, temperature=1.0) == of_llm()
+    assert ids(temperature=0.0) == of_llm(temperature=0)
+    info = served.caller().admin.GetModelInfo(admin.GetModelInfoRequest())
+    assert dict(info.sampling_defaults) == RECOMMENDED
+    assert llm.default_sampling_params == SamplingParams(**RECOMMENDED)

@@ -96,7 +96,9 @@ def test_bad_input_is_refused_by_the_fields_own_name(rig, kind, given, field):
     assert "Traceback" not in str(error.details())
 
 
-def test_a_stream_takes_no_best_of(rig):
+def test_a_stream_takes_a_best_of_that_leaves_nothing_out(rig):
+    for count in (1, 2):
+        rig.caller.stream(generation(num_sequences=count, best_of=count))
     assert field_of(failure_of(rig.caller.stream, generation(best_of=2))) == "generation.best_of"
 
 

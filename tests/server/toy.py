@@ -97,6 +97,7 @@ def build_engine(config: EngineConfig, progress: Any = None) -> SimpleNamespace:
         engine=engine,
         runner=runner,
         resolved=resolved,
+        sampling_defaults={},
         tokenizer_source=tokenizer_folder(),
         architecture="toy",
         dtype="uint64",

@@ -121,6 +121,17 @@ def test_a_template_that_does_not_compile_is_a_model_error(tmp_path):
         Tokenizer.from_folder(folder)
 
 
+PART = {"type": "text", "text": "x"}
+
+
+def test_content_parts_of_text_become_one_text():
+    parts = [{"type": "text", "text": "Hello"}, {"type": "text", "text": "you", "cache_control": None}]
+    message = {"role": "user", "content": parts, "name": "me"}
+    chat = ChatPrompt(messages=[message], continue_final_message=True)
+    assert chat.messages == [{"role": "user", "content": "Hello\nyou", "name": "me"}]
+    assert message["content"] is parts, "the caller's own is not changed"
+
+
 @pytest.mark.parametrize(
     ("messages", "field"),
     [
@@ -133,7 +144,11 @@ def test_a_template_that_does_not_compile_is_a_model_error(tmp_path):
         ([CHAT[0], {"role": 3, "content": "x"}], "messages[1].role"),
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "user", "content": None}], "messages[0].content"),
-        ([{"role": "user", "content": [{"type": "text", "text": "x"}]}], "messages[0].content"),
+        ([{"role": "user", "content": []}], "messages[0].content"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": [PART, {"type": "image_url", "image_url": {}}]}], "messages[0].content[1].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{**PART, "weight": 2}]}], "messages[0].content[0].weight"),
         ([{"role": "user", "content": "x", "extra": object()}], "messages"),
     ],
 )

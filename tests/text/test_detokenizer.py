@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import numpy as np
 import pytest
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -56,8 +57,8 @@ def tokenizer(request):
     return TOKENIZERS[request.param]()
 
 
-def deltas_of(tokenizer, ids, *, sizes, skip=True):
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip)
+def deltas_of(tokenizer, ids, *, sizes, skip=True, prompt=()):
+    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip, prompt_ids=prompt)
     deltas, at = [], 0
     while at < len(ids):
         size = sizes()
@@ -99,6 +100,69 @@ def test_leading_spaces_go_where_decode_drops_them(tokens, expected):
     assert tokenizer.decode(ids) == expected
     for size in (1, 2, 8):
         assert "".join(deltas_of(tokenizer, ids, sizes=lambda size=size: size)) == expected
+
+
+# ---------------------------------------------------------------- behind a prompt
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_behind_a_prompt_the_text_is_what_decoding_both_adds(tokenizer, skip):
+    rng = random.Random(3)
+    awkward = ["▁", "▁▁", "▁▁▁▁", "▁leading", "▁x", "x", ".", "<s>", "</s>", "<tool>", "Ġ", "ĠĠ", "\ufffd", "é"]
+    # The last may be part of a character, which is another test's.
+    words = [i for t in awkward if (i := tokenizer.backend.token_to_id(t)) is not None]
+    for trial in range(600):
+        prompt, ids = rng.choices(words[:-1], k=rng.randint(0, 7)), rng.choices(words, k=rng.randint(1, 6))
+        if trial % 3 == 0:
+            ids = [rng.randrange(tokenizer.vocab_size) for _ in ids]
+        before, both = (tokenizer.decode(some, skip_special_tokens=skip) for some in (prompt, prompt + ids))
+        for size in (1, 8):
+            deltas = deltas_of(tokenizer, ids, sizes=lambda size=size: size, skip=skip, prompt=np.array(prompt, int))
+            assert before + "".join(deltas) == both, (prompt, ids)
+
+
+@pytest.mark.parametrize("name", ["metaspace", "llama2"])
+def test_a_first_word_has_its_space_unless_the_prompt_adds_no_text(name):
+    tokenizer = TOKENIZERS[name]()
+    of = tokenizer.backend.token_to_id
+    for prompt, skip, text in (
+        (["▁the"], True, " leading x"),
+        (["<s>", "▁the", "</s>"], True, " leading x"),  # as behind the opening of an answer
+        (["<s>"], True, "leading x"),
+        (["<s>"], False, " leading x"),
+        ([], True, "leading x"),
+    ):
+        ids = [of("▁leading"), of("▁x")]
+        deltas = deltas_of(tokenizer, ids, sizes=lambda: 1, skip=skip, prompt=[of(token) for token in prompt])
+        assert "".join(deltas) == text
+    assert deltas_of(tokenizer, [of("▁▁▁▁"), of("x")], sizes=lambda: 1, prompt=[of("▁the")])[0] == "    "
+
+
+@pytest.mark.parametrize("name", ["byte-level", "nested", "llama2"])
+def test_a_prompt_that_ends_inside_a_character(name):
+    """It is a character of the text if the outputs complete it, and else the prompt's own U+FFFD."""
+    tokenizer = TOKENIZERS[name]()
+
+    def of(text: bytes) -> list[int]:
+        if name == "llama2":
+            return [tokenizer.backend.token_to_id(f"<0x{byte:02X}>") for byte in text]
+        single = {tokenizer.token_bytes(i): i for i in reversed(range(5, tokenizer.vocab_size))}
+        return [single[bytes([byte])] for byte in text]
+
+    def behind(prompt: bytes, *outputs: bytes) -> str:
+        begun, ids = of(prompt), of(b"".join(outputs))
+        start = [tokenizer.backend.token_to_id("▁the")] if name == "llama2" else of(b"t")
+        return "".join(deltas_of(tokenizer, ids, sizes=lambda: 1, prompt=start + begun))
+
+    assert behind(b"\xe6\x97", b"\xa5", b"\n") == "日\n"
+    assert behind(b"\n\xe6", b"\x97\xa5.") == "日."
+    assert behind(b"\xe6\x97", b"{") == "{"
+    assert behind(b"\xe6\x97") == ""
+    assert behind("日\n".encode(), b"\xff") == "\ufffd"  # what is read stays
+    assert behind("日\n".encode(), "日".encode()) == "日"
+
+
+# ---------------------------------------------------------------- when it comes
 
 
 @pytest.mark.parametrize("name", ["byte-level", "nested", "llama2"])

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxoverlap.constraint import TokenConstraint
+from jaxoverlap.text.detokenizer import IncrementalDetokenizer
 from tests.grammar_tools import (
     EOS_IDS,
     TABLE_SIZE,
@@ -154,8 +155,30 @@ def test_a_space_that_decoding_drops_is_not_counted_on():
         made = constraint(compiler, regex="[ab ]+")
         made.advance(tokenizer.backend.token_to_id("a"))
         assert tokenizer.backend.token_to_id("▁b") in allowed_ids(made)
-        with pytest.raises(ValueError, match="dead end"):
-            constraint(compiler, regex=" a")  # no text of this tokenizer begins with a space
+        made = constraint(compiler, regex=" a")  # no text of this tokenizer begins with a space
+        assert "dead end" in made.error and allowed_ids(made) == []
+    finally:
+        compiler.close()
+
+
+def test_behind_a_prompt_with_text_a_text_may_begin_with_a_space():
+    compiler = make_compiler(tokenizer := sentencepiece_tokenizer(byte_fallback=True))
+    of = tokenizer.backend.token_to_id
+    try:
+        rng = np.random.default_rng(2)
+        for prompt in ([of("<s>"), of("ab")], [of("▁")], [of("<0x0A>")]):
+            first = allowed_ids(constraint(compiler, regex=" [ab]", prompt_ids=prompt))
+            assert {tokenizer.backend.id_to_token(i) for i in first} == {"▁", "▁a", "▁b", "<0x20>"}
+            for _ in range(10):
+                ids = walk(
+                    constraint(compiler, regex=" *[ab]+1", prompt_ids=prompt), lambda ids: int(rng.choice(ids)), 99
+                )
+                detokenizer = IncrementalDetokenizer(tokenizer, prompt_ids=prompt)
+                text = detokenizer.add(ids) + detokenizer.finish()
+                assert re.fullmatch(" *[ab]+1", text) and text.encode() == b"".join(map(tokenizer.token_bytes, ids))
+        assert "dead end" in constraint(compiler, regex=" a", prompt_ids=[of("<s>")]).error
+        shown = {"skip_special_tokens": False}
+        assert constraint(compiler, shown, regex=" a", prompt_ids=[of("<s>")]).error is None
     finally:
         compiler.close()
 

@@ -8,10 +8,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,9 @@ from jaxoverlap.sampling_params import SamplingParams, StructuredOutput
 from jaxoverlap.text import grammar_compiler
 from jaxoverlap.text.grammar import MAX_GRAMMAR_CHARS, MAX_SCHEMA_DEPTH
 from tests.grammar_tools import EOS_IDS, allowed_ids, constraint, make_compiler
+from tests.server.rig import eventually
+
+ROOT = Path(__file__).parents[2]
 
 ENDLESS = "start: T0\n" + "".join(f'T{i}: T{i + 1} "x"\n' for i in range(14_000)) + 'T14000: "a"\n'
 """240 KB that take the library minutes."""
@@ -56,6 +61,8 @@ def nested(depth: int, width: int) -> dict:
         ({"json_schema": '{"type": '}, "use JSON"),
         ({"json_schema": "[1]"}, "schema must be an object or boolean"),
         ({"json_schema": {"type": "foo"}}, "Invalid type: foo"),
+        ({"json_schema": {"type": "string", "nullable": True}}, 'use "type": \\[..., "null"\\]'),
+        ({"json_schema": {"properties": {"a": {"anyOf": [{"nullable": True}]}}}}, "nullable is OpenAPI's"),
         ({"json_schema": {"not": {}}}, "Unimplemented keys"),
         ({"json_schema": {"uniqueItems": True}}, "Unimplemented keys"),
         ({"json_schema": {"$ref": "#/$defs/none"}}, "does not exist"),
@@ -75,6 +82,21 @@ def test_what_makes_no_sense_is_refused_with_its_reason(compiler, structure, say
     (name,) = structure
     assert caught.value.field == f"structured_output.{name}"
     assert "no_forcing" not in str(caught.value) and "backtrace" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"nullable": True}},  # a name of the caller's
+        {"const": {"nullable": True}},
+        {"type": "string", "nullable": False},
+        {"type": "string", "x-of": [{"nullable": True}]},
+        {"type": "string", "nullable": True, "x-guidance": {"lenient": True}},
+    ],
+    ids=str,
+)
+def test_a_nullable_that_promises_nothing_is_taken(compiler, schema):
+    constraint(compiler, json_schema=schema)
 
 
 @pytest.mark.parametrize(
@@ -352,6 +374,58 @@ def test_a_process_whose_parent_has_gone_ends_by_itself():
     trial._connection.close()
     assert process.wait(timeout=10) == -signal.SIGALRM
     compiler.close()
+
+
+THREAD_THAT_OUTLIVES_MAIN = """
+import threading
+from tests.grammar_tools import constraint, make_compiler
+
+compiler = make_compiler(workers=1)
+
+def work():
+    threading.main_thread().join()
+    constraint(compiler, regex="a")
+    print("compiled")
+    compiler.close()
+
+threading.Thread(target=work).start()
+"""
+
+
+def test_a_thread_that_outlives_the_main_thread_may_compile():
+    run = subprocess.run(
+        [sys.executable, "-c", THREAD_THAT_OUTLIVES_MAIN], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (run.returncode, run.stdout) == (0, "compiled\n"), run.stderr
+
+
+def test_without_a_thread_the_engine_is_at_fault_and_it_is_tried_again(monkeypatch):
+    def fails(thread):
+        raise RuntimeError("can't start new thread")
+
+    compiler = make_compiler(workers=1)
+    try:
+        monkeypatch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(EngineError, match="no thread to compile a grammar in: can't start"):
+            constraint(compiler, regex="a")
+        monkeypatch.undo()
+        constraint(compiler, regex="a")
+    finally:
+        compiler.close()
+
+
+def test_threads_are_there_as_long_as_there_is_something_to_compile():
+    compiler = make_compiler(workers=2)
+    try:
+        made = [
+            compiler.submit(SamplingParams(structured_output=StructuredOutput(regex=f"a{{{1 + i}}}"))) for i in range(9)
+        ]
+        assert len(compiler._workers) == 2
+        for one in made:
+            one.result()
+        eventually(lambda: not compiler._workers, "the end of the workers")
+    finally:
+        compiler.close()
 
 
 def test_an_unused_compiler_starts_nothing():

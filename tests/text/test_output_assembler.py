@@ -45,9 +45,9 @@ def score(token_id: int, place: int) -> TokenScore:
     return TokenScore(token_id, -0.5 - place, place + 1, ((token_id, -0.5), (1, -3.0), (2, -4.0)))
 
 
-def run(tokenizer, ids, sizes, matched_token_id=None, **params) -> tuple[list[Piece], OutputAssembler]:
+def run(tokenizer, ids, sizes, matched_token_id=None, prompt_ids=(), **params) -> tuple[list[Piece], OutputAssembler]:
     """Feeds ids in deltas; the last of them with `finish`."""
-    assembler = OutputAssembler(tokenizer, SamplingParams(**params))
+    assembler = OutputAssembler(tokenizer, SamplingParams(**params), prompt_ids)
     scores = [score(token_id, place) for place, token_id in enumerate(ids)] if "logprobs" in params else []
     bounds = [0, *itertools.accumulate(sizes)]
     assert bounds[-1] == len(ids)
@@ -63,9 +63,9 @@ def joined(pieces: list[Piece]) -> tuple[str, list[int], list]:
     return "".join(piece.text for piece in pieces), ids, [one for piece in pieces for one in piece.logprobs]
 
 
-def first_match(text: str, stops) -> tuple[int, str] | None:
-    """By trying every place: where the first match ends, and the longest stop that ends there."""
-    for end in range(1, len(text) + 1):
+def first_match(text: str, stops, after: int = 0) -> tuple[int, str] | None:
+    """By trying every place: where the first match ends, beyond so many characters, and the longest that ends there."""
+    for end in range(after + 1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
             return end, max(found, key=len)
@@ -102,9 +102,9 @@ def whole(tokenizer, ids, stops, *, min_tokens=0, include=False) -> tuple[str, i
             continue
         # Characters that a bad byte has changed are not complete before the end of their run.
         before = before if text.startswith(before) else certain
-        match = first_match(text[len(before) :], stops)
+        match = first_match(text, stops, after=len(before))
         if match is not None:
-            end, stop = len(before) + match[0], match[1]
+            end, stop = match
             return text[: end if include else end - len(stop)], min(count, len(ids)), stop
     return texts[-1], len(ids), None
 
@@ -169,11 +169,13 @@ def test_few_characters_make_many_partial_matches(name):
 def test_the_automaton_finds_the_first_match_and_holds_the_longest_beginning(text, stops):
     automaton = StopStrings(stops)
     match = first_match(text, stops)
-    state, read = automaton.scan(0, text)
-    assert (read, automaton.matched[state]) == (match or (len(text), None))
+    state, *found = automaton.scan(0, text)
+    assert tuple(found) == (match or (len(text), None))
+    beginnings = {stop[:size] for stop in stops for size in range(len(stop))} | {""}
+    longest = max(len(start) for start in beginnings if text.endswith(start))
+    assert automaton.held[automaton.skip(0, text)] == longest
     if match is None:
-        beginnings = {stop[:size] for stop in stops for size in range(len(stop))} | {""}
-        assert automaton.held[state] == max(len(start) for start in beginnings if text.endswith(start))
+        assert automaton.held[state] == longest
 
 
 # ---------------------------------------------------------------- what is held back
@@ -344,14 +346,28 @@ def test_a_special_token_within_a_stop_that_hides_it_is_refused():
     OutputAssembler(BYTE_LEVEL, SamplingParams(stop=["x", "a</s>"], skip_special_tokens=False))
 
 
-def test_before_min_tokens_no_stop_is_looked_for():
+@pytest.mark.parametrize("cut", [[1, 1, 1], [3]])
+def test_a_match_counts_if_it_ends_after_min_tokens_wherever_it_begins(cut):
     tokenizer = piece_tokenizer("a.", ".b", "c.d")
     ids = ids_of(tokenizer, "a.", ".b", "c.d")
     for min_tokens, text, count in ((0, "a", 1), (1, "a.", 2), (2, "a..bc", 3), (3, "a..bc.d", 3)):
-        pieces, _ = run(tokenizer, ids, [1, 1, 1], stop=".", min_tokens=min_tokens)
+        pieces, _ = run(tokenizer, ids, cut, stop=".", min_tokens=min_tokens)
         assert joined(pieces)[:2] == (text, ids[:count])
-    # A stop that begins in a token before it does not match: ".." would span the first and the second.
-    assert joined(run(tokenizer, ids, [3], stop="..", min_tokens=1)[0])[0] == "a..bc.d"
+    for min_tokens, text, count in ((1, "a", 2), (2, "a..bc.d", 3)):
+        pieces, _ = run(tokenizer, ids, cut, stop="..", min_tokens=min_tokens)
+        assert joined(pieces)[:2] == (text, ids[:count])
+
+
+def test_what_a_stop_begins_with_is_held_back_within_min_tokens_too():
+    tokenizer = piece_tokenizer("Hi", "\n", "\nQ:", " more")
+    ids = ids_of(tokenizer, "Hi", "\n", "\nQ:", " more")
+    for min_tokens in (0, 1, 2):
+        pieces, assembler = run(tokenizer, ids, [1] * 4, stop="\n\nQ:", min_tokens=min_tokens)
+        assert [piece.text for piece in pieces] == ["Hi", "", "", ""]
+        assert (joined(pieces)[1], assembler.matched_string) == (ids[:3], "\n\nQ:")
+    pieces, assembler = run(tokenizer, ids, [1] * 4, stop="\n\nQ:", min_tokens=3)
+    assert (joined(pieces)[0], assembler.matched_string) == ("Hi\n\nQ: more", None)
+    assert pieces[2].text == "\n\nQ:"  # nothing of it can become a stop any more
 
 
 BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}
@@ -377,15 +393,47 @@ def test_a_run_without_a_stop_is_the_text_that_decoding_gives_even_if_a_bad_byte
         assert (joined(pieces)[0], assembler.matched_string) == (LLAMA2.decode(ids), None)
 
 
-def test_characters_of_a_run_before_min_tokens_are_not_looked_at():
+def test_a_match_in_a_run_counts_by_the_byte_that_ends_it():
     ids = byte_ids(b"\n\n\nx\n")
     for min_tokens, text, count in ((0, "", 1), (1, "\n", 2), (3, "\n\n\nx", 5), (5, "\n\n\nx\n", 5)):
         pieces, _ = run(LLAMA2, ids, [1] * 5, stop="\n", min_tokens=min_tokens)
         assert joined(pieces)[:2] == (text, ids[:count])
-    assert joined(run(LLAMA2, ids, [1] * 5, stop="\n\n\n", min_tokens=1)[0])[0] == "\n\n\nx\n"
+    for min_tokens, text in ((2, ""), (3, "\n\n\nx\n")):
+        assert joined(run(LLAMA2, ids, [1] * 5, stop="\n\n\n", min_tokens=min_tokens)[0])[0] == text
+
+
+# ---------------------------------------------------------------- behind a prompt
+
+
+def test_a_stop_that_begins_with_the_first_word_s_space_is_found():
+    prompt, ids = ids_of(LLAMA2, "▁the"), ids_of(LLAMA2, "▁leading", "▁x")
+    pieces, assembler = run(LLAMA2, ids, [1, 1], prompt_ids=prompt, stop=" leading")
+    assert (joined(pieces)[0], assembler.matched_string) == ("", " leading")
+
+
+def test_the_bytes_of_the_tokens_are_the_text():
+    prompt, ids = ids_of(LLAMA2, "▁the"), ids_of(LLAMA2, "▁leading", "▁x")
+    text, _, logprobs = joined(run(LLAMA2, ids, [1, 1], prompt_ids=prompt, logprobs=0)[0])
+    assert text == " leading x" and b"".join(one.chosen.token_bytes for one in logprobs).decode() == text
+    assert [one.text_offset for one in logprobs] == [0, 8]
 
 
 # ---------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize("cut", [[1] * 4, [4]])
+def test_offsets_count_the_characters_that_are_shown(cut):
+    def offsets(tokenizer, ids, **params) -> list[int]:
+        logprobs = joined(run(tokenizer, ids, cut, logprobs=0, **params)[0])[2]
+        return [one.text_offset for one in logprobs]
+
+    words = piece_tokenizer("the", " c", "at")
+    ids = ids_of(words, "the", "</s>", " c", "at")
+    assert offsets(words, ids, ignore_eos=True) == [0, 3, 3, 5]
+    assert offsets(words, ids, ignore_eos=True, skip_special_tokens=False) == [0, 3, 7, 9]
+    assert offsets(words, ids, stop="cat") == [0, 3, 3, 5]
+    assert offsets(words, [*ids[:2], 5000, ids[1]], matched_token_id=ids[1]) == [0, 3, 3, 3]
+    assert offsets(LLAMA2, ids_of(LLAMA2, "▁x") + byte_ids(b"\n\n\xe6")) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("name", ["byte-level", "llama2"])

@@ -24,9 +24,11 @@ PARAMS = SamplingParams(n=2, logprobs=1, prompt_logprobs=2)
 WIRE_REASONS = [reason for reason in FinishReason if reason.as_asked]
 
 
-def position(token_id: int, logprob: float | None = -0.5, num_top: int = 1) -> PositionLogprobs:
+def position(
+    token_id: int, logprob: float | None = -0.5, num_top: int = 1, text_offset: int | None = None
+) -> PositionLogprobs:
     top = tuple(TokenLogprob(i, -0.25 * (i + 1), i + 1, b"\xf0\x9f") for i in range(num_top))
-    return PositionLogprobs(TokenLogprob(token_id, logprob, 3, b"x"), top)
+    return PositionLogprobs(TokenLogprob(token_id, logprob, 3, b"x"), top, text_offset)
 
 
 def sample(index: int, reason: FinishReason = FinishReason.LENGTH, **fields) -> CompletionOutput:
@@ -36,7 +38,7 @@ def sample(index: int, reason: FinishReason = FinishReason.LENGTH, **fields) -> 
         text=f"né{index}",
         token_ids=ids,
         finish_reason=reason,
-        logprobs=[position(i) for i in ids],
+        logprobs=[position(i, text_offset=place) for place, i in enumerate(ids)],
         cumulative_logprob=-1.5,
         preemptions=1,
         queue_seconds=0.25,
@@ -99,6 +101,28 @@ def test_a_streamed_answer_comes_back():
         assert [score for piece in mine for score in piece.logprobs] == one.logprobs
 
 
+@pytest.mark.parametrize("total", [None, -1.5, 0.0])
+def test_the_sum_of_log_probabilities_does_not_depend_on_them(total):
+    """`best_of` ranks by it, whether they are asked for or not."""
+    ranked = SamplingParams(n=2, best_of=2)
+    bare = [replace(one, logprobs=None, cumulative_logprob=total) for one in OUTPUT.outputs]
+    output = replace(OUTPUT, outputs=bare, prompt_logprobs=None)
+    assert answers.request_output(answers.response(output), [8, 9], ranked) == output
+    reader = answers.StreamReader([8, 9], ranked)
+    for event in events(output):
+        reader.take(event)
+    assert reader.finish().output == output
+
+
+def test_a_stream_s_samples_are_ranked_in_the_end():
+    worst_first = replace(OUTPUT, outputs=[replace(OUTPUT.outputs[0], cumulative_logprob=-9.0), OUTPUT.outputs[1]])
+    reader = answers.StreamReader([8, 9], replace(PARAMS, best_of=2))
+    for event in events(worst_first):
+        reader.take(event)
+    last = reader.finish()
+    assert [one.index for one in last.output.outputs] == [1, 0] and last.index == 1
+
+
 @pytest.mark.parametrize("reason", WIRE_REASONS)
 def test_every_finish_reason_comes_back(reason):
     matched = {"matched_token_id": 0} if reason in ("eos", "stop_token") else {}
@@ -117,7 +141,7 @@ def test_a_failure_is_no_answer(reason):
 def test_only_what_was_asked_for_is_there():
     message = answers.response(OUTPUT)
     bare = answers.request_output(message, [8, 9], SamplingParams(n=2))
-    assert bare.logprobs is None and bare.prompt_logprobs is None and bare.outputs[0].cumulative_logprob is None
+    assert bare.logprobs is None and bare.prompt_logprobs is None
     fewer = answers.request_output(message, [8, 9], SamplingParams(n=2, logprobs=0, prompt_logprobs=1))
     assert fewer.logprobs[0].top == () and len(fewer.prompt_logprobs[1].top) == 1
 

@@ -68,7 +68,7 @@ def params_of_any_kind(draw):
         stop_token_ids=draw(ids),
         ignore_eos=draw(st.booleans()),
         include_stop_str_in_output=draw(st.booleans()),
-        skip_special_tokens=draw(st.booleans()),
+        skip_special_tokens=draw(st.none() | st.booleans()),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         structured_output=draw(st.none() | structures),
@@ -84,6 +84,14 @@ def test_parameters_come_back(params):
 def test_defaults_are_those_of_the_types():
     assert sampling_params(Generation(text="x")) == SamplingParams()
     assert request_options(Generation(text="x")) == RequestOptions()
+
+
+def test_what_is_left_out_is_the_models_own():
+    recommended = {"temperature": 0.6, "top_k": 20, "min_p": 0.1}
+    assert sampling_params(Generation(text="x"), recommended) == SamplingParams(**recommended)
+    assert sampling_params(generation("x", None, NO_OPTIONS), recommended) == SamplingParams(**recommended)
+    params = SamplingParams(top_p=0.5)
+    assert sampling_params(generation("x", params, NO_OPTIONS), recommended) == params
 
 
 @pytest.mark.parametrize("name", ["temperature", "max_tokens", "repetition_penalty", "n"])
