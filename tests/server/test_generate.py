@@ -200,11 +200,11 @@ def test_a_prompt_that_takes_long_to_read_holds_nobody_up(rig, monkeypatch):
     entered, leave = threading.Event(), threading.Event()
     encode = generate_service.encode_prompt
 
-    def slow_encode(given, tokenizer):
+    def slow_encode(given, *others):
         if given.text == "slow":
             entered.set()
             assert leave.wait(20)
-        return encode(given, tokenizer)
+        return encode(given, *others)
 
     monkeypatch.setattr(generate_service, "encode_prompt", slow_encode)
     slow = rig.caller.generate.Generate.future(pb.GenerateRequest(generation=generation("slow")))
@@ -217,7 +217,7 @@ def test_a_prompt_that_takes_long_to_read_holds_nobody_up(rig, monkeypatch):
 
 
 def test_a_megabyte_of_text_is_refused_by_its_length(rig):
-    with pytest.raises(grpc.RpcError, match="1000000 tokens"):
+    with pytest.raises(grpc.RpcError, match="1000000 bytes"):
         rig.caller.answer(generation("x" * 1_000_000))
 
 
