@@ -33,11 +33,11 @@ from jaxoverlap.observe.chrome_trace import About, to_chrome
 from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
 from jaxoverlap.prompts import (
-    ChatPrompt,
     Prompt,
     as_chat,
+    chat_prompts,
     in_list,
-    is_chat,
+    input_of,
     is_list_of_prompts,
     one_for_each,
     one_of,
@@ -176,26 +176,15 @@ class LLM:
 
         Raises: as `generate`.
         """
-        is_one = is_chat(messages) or not isinstance(messages, Sequence) or isinstance(messages, str) or not messages
-        chats: Sequence[Any] = [messages] if is_one else messages
-        prompts = []
-        for index, chat in enumerate(chats):
-            try:
-                prompts.append(
-                    ChatPrompt(
-                        messages=chat,
-                        tools=tools,
-                        documents=documents,
-                        add_generation_prompt=add_generation_prompt,
-                        continue_final_message=continue_final_message,
-                        chat_template_kwargs=chat_template_kwargs,
-                    )
-                )
-            except InvalidRequestError as error:
-                if is_one or not error.field.startswith("messages"):  # the rest is the same for all
-                    raise
-                raise in_list(error, index) from None
-        return self.generate(prompts[0] if is_one else prompts, sampling_params, options, progress=progress)
+        prompts = chat_prompts(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.generate(prompts, sampling_params, options, progress=progress)
 
     def generate_each(
         self,
@@ -339,9 +328,7 @@ class LLM:
     def _drawn(self, given: Any) -> Input:
         """An input of `generate_each`; its error, if it can't be served, is found when it enters."""
         try:
-            if not isinstance(given, tuple | list) or len(given) not in (2, 3):
-                raise InvalidRequestError("input", given, "use (prompt, sampling_params), with options if need be")
-            prompt, params, options = (*given, None)[:3]
+            prompt, params, options = input_of(given)
             params = self._params(prompt, params)
             options = one_of("options", options, RequestOptions, DEFAULT_OPTIONS)
             return Input(prompt, self._encode(prompt), params, options, self.engine.compile_constraint(params))

@@ -125,6 +125,29 @@ def one_for_each(prompts: Sequence[Any], name: str, given: Any, kind: type, defa
     return given
 
 
+def input_of(given: Any) -> tuple[Any, Any, Any]:
+    """Prompt, parameters and options of an input of `generate_each`; the last two None where they are left out."""
+    if not isinstance(given, tuple | list) or len(given) not in (2, 3):
+        raise InvalidRequestError("input", given, "use (prompt, sampling_params), with options if need be")
+    prompt, params, options = (*given, None)[:3]
+    return prompt, params, options
+
+
+def chat_prompts(messages: Any, **settings: Any) -> ChatPrompt | list[ChatPrompt]:
+    """One chat, or a list of chats, with what the model's template is told besides."""
+    if is_chat(messages) or not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        return ChatPrompt(messages=messages, **settings)
+    prompts = []
+    for index, chat in enumerate(messages):
+        try:
+            prompts.append(ChatPrompt(messages=chat, **settings))
+        except InvalidRequestError as error:
+            if not error.field.startswith("messages"):  # the rest is the same for all
+                raise
+            raise in_list(error, index) from None
+    return prompts
+
+
 def in_list(error: InvalidRequestError, index: int) -> InvalidRequestError:
     """An error of one request of a list, its field named by the prompt's place: ``prompts[2][5]`` for ``prompt[5]``,
     ``prompts[2].min_tokens`` for any other."""

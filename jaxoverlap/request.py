@@ -24,6 +24,7 @@ import numpy as np
 from jaxoverlap.checks import check_int, check_real
 from jaxoverlap.constraint import TokenConstraint
 from jaxoverlap.errors import InvalidRequestError, JaxOverlapError
+from jaxoverlap.id_arrays import TokenBiases
 from jaxoverlap.outputs import FinishReason, TokenScore
 from jaxoverlap.sampling_params import SamplingParams
 
@@ -119,26 +120,32 @@ class RequestLimits:
             )
         return wanted
 
-    def check_rules(self, sampling: SamplingParams, stop_ids: Sequence[int]) -> None:
-        """Refuses ids outside the vocabulary, and rules that leave nothing to choose."""
-        self.check_ids("banned_token_ids", sampling.banned_token_ids)
-        self.check_ids("logit_bias", list(sampling.logit_bias or ()))
-        if sampling.allowed_token_ids is None and len(sampling.banned_token_ids) < self.vocab_size - MAX_STOP_IDS:
-            return
-        allowed = range(self.vocab_size) if sampling.allowed_token_ids is None else sampling.allowed_token_ids
-        self.check_ids("allowed_token_ids", allowed)
-        left = set(allowed) - set(sampling.banned_token_ids)
-        if not left - set(stop_ids if sampling.min_tokens else ()):
-            rules = "banned_token_ids and min_tokens leave no id to choose" if left else "no id is left to choose"
-            raise InvalidRequestError("allowed_token_ids", list(allowed), rules)
-
-    def check_stop_ids(self, stop_ids: Sequence[int]) -> tuple[int, ...]:
-        self.check_ids("stop_token_ids", stop_ids)
+    def check_rules(self, sampling: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+        """The ids that end a request: its own, and the model's unless it ignores them. Refuses ids outside the
+        vocabulary, too many ends, and rules that leave nothing to choose."""
+        banned = self.check_ids("banned_token_ids", sampling.banned_token_ids)
+        if sampling.logit_bias:
+            self.check_ids("logit_bias", TokenBiases.of(sampling.logit_bias).ids)
+        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids))))
+        ends = self.check_ids("stop_token_ids", stop_ids)
         if len(stop_ids) > MAX_STOP_IDS:
             raise InvalidRequestError(
                 "stop_token_ids", f"{len(stop_ids)} ids with the model's own", f"at most {MAX_STOP_IDS} are allowed"
             )
-        return tuple(stop_ids)
+        allowed = sampling.allowed_token_ids
+        if allowed is not None or len(banned) + len(ends) >= self.vocab_size:
+            left = np.full(self.vocab_size, allowed is None)
+            if allowed is not None:
+                left[self.check_ids("allowed_token_ids", allowed)] = True
+            left[banned] = False
+            if not np.count_nonzero(left):
+                raise InvalidRequestError("allowed_token_ids", allowed, "no id is left to choose")
+            if sampling.min_tokens:
+                left[ends] = False
+            if not np.count_nonzero(left):
+                rules = "banned_token_ids and min_tokens leave no id to choose"
+                raise InvalidRequestError("allowed_token_ids", allowed, rules)
+        return stop_ids
 
     def check_ids(self, name: str, ids: Sequence[int] | np.ndarray) -> np.ndarray:
         """Some ids as int32; refuses those outside the vocabulary."""

@@ -15,13 +15,13 @@ import grpc.aio
 import numpy as np
 
 from jaxoverlap.client import methods
-from jaxoverlap.client.calls import Ask, ClientBase, Tries, chat_prompts, in_list, num_tokens
+from jaxoverlap.client.calls import Ask, ClientBase, Tries, num_tokens, placed
 from jaxoverlap.client.config import DEFAULT_TARGET
 from jaxoverlap.client.methods import READINESS, Stubs, Unary
 from jaxoverlap.client.replies import AbortedIds, Health, Load, ModelInfo, ServerInfo
 from jaxoverlap.errors import AbortedError, JaxOverlapError, ServiceError
 from jaxoverlap.outputs import RequestOutput, StreamDelta
-from jaxoverlap.prompts import ChatPrompt, Prompt
+from jaxoverlap.prompts import ChatPrompt, Prompt, chat_prompts
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
@@ -67,7 +67,7 @@ class AsyncClient(ClientBase):
         async with aclosing(results):
             async for index, result in results:
                 if isinstance(result, JaxOverlapError):
-                    raise in_list(result, index)
+                    raise placed(result, index, prompts)
                 outputs[index] = result
         return [outputs[index] for index in range(len(asks))]
 
@@ -78,8 +78,7 @@ class AsyncClient(ClientBase):
         window: int | None = None,
     ) -> AsyncGenerator[tuple[int, RequestOutput | JaxOverlapError], None]:
         """As `Client.generate_each`."""
-        size = window or self.config.concurrency
-        results = self._many(self._each(inputs), size=size, total=None, progress=self._progress)
+        results = self._many(self._each(inputs), size=self._window(window), total=None, progress=self._progress)
         async with aclosing(results):
             async for index, result in results:
                 if isinstance(result, ServiceError):
@@ -319,6 +318,8 @@ class AsyncClient(ClientBase):
                         for task in done:
                             index, result = running.pop(task), task.result()
                             bar.update(finished=1, new_tokens=num_tokens(result))
+                            if total is None:
+                                bar.hide()  # the caller may print what it gets
                             yield index, result
                     elif exhausted:
                         return

@@ -23,6 +23,7 @@ from typing import Any
 
 from google.rpc import code_pb2, status_pb2
 
+from jaxoverlap.checks import check_int
 from jaxoverlap.client.config import ClientConfig
 from jaxoverlap.client.methods import Unary
 from jaxoverlap.errors import (
@@ -35,7 +36,7 @@ from jaxoverlap.errors import (
     ServerUnavailableError,
 )
 from jaxoverlap.outputs import RequestOutput
-from jaxoverlap.prompts import ChatPrompt, Prompt, is_chat, is_list_of_prompts, one_for_each
+from jaxoverlap.prompts import Prompt, in_list, input_of, is_list_of_prompts, one_for_each, one_of
 from jaxoverlap.request import DEFAULT_OPTIONS, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.v1 import generate_service_pb2
@@ -149,10 +150,11 @@ class Ask:
         return answers.StreamReader(self.prompt, self.params)
 
 
-def chat_prompts(messages: Any, **settings: Any) -> list[ChatPrompt]:
-    """The messages of one chat or of several, with what the model's template is told besides."""
-    chats: Sequence[Any] = [messages] if is_chat(messages) or not isinstance(messages, Sequence) else messages
-    return [ChatPrompt(messages=chat, **settings) for chat in chats or [messages]]
+def placed(error: JaxOverlapError, index: int, prompts: Any) -> JaxOverlapError:
+    """The error of one of these prompts, which names its place if they are a list. The model is everybody's."""
+    if not isinstance(error, InvalidRequestError) or error.field == "model" or not is_list_of_prompts(prompts):
+        return error
+    return in_list(error, index)
 
 
 class ClientBase:
@@ -180,7 +182,8 @@ class ClientBase:
         client_request_id: str = "",
     ) -> Ask:
         """Raises InvalidRequestError for something that no message can hold; nothing has been sent."""
-        options = options or DEFAULT_OPTIONS
+        params = one_of("sampling_params", params, SamplingParams)
+        options = one_of("options", options, RequestOptions, DEFAULT_OPTIONS)
         timeout = self.config.timeout if options.timeout is None else options.timeout
         message = requests.generation(
             prompt, params, options, model=self.config.model, client_request_id=client_request_id
@@ -197,8 +200,15 @@ class ClientBase:
             try:
                 asks.append(self._ask(*given, client_request_id))
             except InvalidRequestError as error:
-                raise in_list(error, index) from None
+                raise placed(error, index, prompts) from None
         return asks
+
+    def _window(self, window: int | None) -> int:
+        """How many inputs of `generate_each` may be under way."""
+        if window is None:
+            return self.config.concurrency
+        check_int("window", window, 1, 2**31 - 1, "an integer from 1 on, or leave it out")
+        return window
 
     def _each(self, inputs: Iterable[tuple[Any, ...] | None]) -> Iterator[tuple[int, Ask | JaxOverlapError] | None]:
         """Asks for the inputs of `generate_each`, with their indices, as they are drawn."""
@@ -209,7 +219,7 @@ class ClientBase:
                 continue
             index = next(indices)
             try:
-                yield index, self._ask(*given)
+                yield index, self._ask(*input_of(given))
             except JaxOverlapError as error:
                 yield index, error
 
@@ -225,13 +235,6 @@ class ClientBase:
     def _error_of(self, call: Any, *, received: bool = False) -> JaxOverlapError:
         """The error that the failure of a call tells of."""
         return error_of(call, received=received, max_message_bytes=self.config.max_message_bytes)
-
-
-def in_list(error: JaxOverlapError, index: int) -> JaxOverlapError:
-    """An error with the prompt named by its place in the list."""
-    if isinstance(error, InvalidRequestError) and error.field.startswith("prompt"):
-        return InvalidRequestError(f"prompts[{index}]{error.field.removeprefix('prompt')}", error.value, error.allowed)
-    return error
 
 
 def num_tokens(result: RequestOutput | JaxOverlapError) -> int:

@@ -15,14 +15,14 @@ import grpc
 import numpy as np
 
 from jaxoverlap.client import methods
-from jaxoverlap.client.calls import Ask, ClientBase, Tries, chat_prompts, in_list, num_tokens
+from jaxoverlap.client.calls import Ask, ClientBase, Tries, num_tokens, placed
 from jaxoverlap.client.config import DEFAULT_TARGET
 from jaxoverlap.client.methods import READINESS, Stubs, Unary
 from jaxoverlap.client.replies import AbortedIds, Health, Load, ModelInfo, ServerInfo
 from jaxoverlap.client.window import FAILURES, Window
 from jaxoverlap.errors import JaxOverlapError, ServiceError
 from jaxoverlap.outputs import RequestOutput, StreamDelta
-from jaxoverlap.prompts import ChatPrompt, Prompt
+from jaxoverlap.prompts import ChatPrompt, Prompt, chat_prompts
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.snapshot import MemorySnapshot
@@ -101,7 +101,7 @@ class Client(ClientBase):
         with closing(results):
             for index, result in results:
                 if isinstance(result, JaxOverlapError):
-                    raise in_list(result, index)
+                    raise placed(result, index, prompts)
                 outputs[index] = result
         return [outputs[index] for index in range(len(asks))]
 
@@ -124,8 +124,7 @@ class Client(ClientBase):
           ServiceError: the service can't be used, so that the other inputs would fare no better.
         """
 
-        size = window or self.config.concurrency
-        results = self._many(self._each(inputs), size=size, total=None, progress=self._progress)
+        results = self._many(self._each(inputs), size=self._window(window), total=None, progress=self._progress)
         with closing(results):
             for index, result in results:
                 if isinstance(result, ServiceError):
@@ -355,6 +354,8 @@ class Client(ClientBase):
                 if len(window):
                     index, result = window.take()
                     bar.update(finished=1, new_tokens=num_tokens(result))
+                    if total is None:
+                        bar.hide()  # the caller may print what it gets
                     yield index, result
                 elif exhausted:
                     return

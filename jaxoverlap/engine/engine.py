@@ -154,15 +154,12 @@ class Engine:
         self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams
     ) -> tuple[np.ndarray, int, tuple[int, ...]]:
         prompt = self.limits.check_prompt(prompt_ids)
-        stop_ids = dict.fromkeys(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stop_ids |= dict.fromkeys(self.eos_token_ids)
-        self.limits.check_rules(sampling, tuple(stop_ids))
+        stop_ids = self.limits.check_rules(sampling, self.eos_token_ids)
         max_tokens = self.limits.resolve_max_tokens(len(prompt), sampling.max_tokens)
         if sampling.min_tokens > max_tokens:
             allowed = f"after {len(prompt)} prompt tokens there is room for {max_tokens} outputs"
             raise InvalidRequestError("min_tokens", sampling.min_tokens, allowed)
-        return prompt, max_tokens, self.limits.check_stop_ids(tuple(stop_ids))
+        return prompt, max_tokens, stop_ids
 
     def stop(self, request: Request) -> bool:
         """Ends a request whose text has come to a stop string: at most the tokens in flight were computed too many,

@@ -66,15 +66,6 @@ class ServedModel:
         if wanted and wanted != self.name:
             raise InvalidRequestError("model", wanted, f"{self.name!r} is served here")
 
-    def check_rules(self, sampling: SamplingParams) -> None:
-        """Raises `InvalidRequestError` for what the engine would refuse, too, in its thread: for ids outside the
-        vocabulary, rules that leave nothing to choose, too many stop ids."""
-        stop_ids = tuple(
-            dict.fromkeys((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)))
-        )
-        self.limits.check_rules(sampling, stop_ids)
-        self.limits.check_stop_ids(stop_ids)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
@@ -246,7 +237,7 @@ def _read(
         raise InvalidRequestError("max_tokens", sampling.max_tokens, f"this server gives at most {most}")
     if most is not None and sampling.max_tokens is None:
         sampling = replace(sampling, max_tokens=min(most, room))
-    model.check_rules(sampling)
+    model.limits.check_rules(sampling, model.eos_token_ids)
     return ids, compact(sampling)
 
 

@@ -109,7 +109,7 @@ def test_chats(client, server):
     assert pieces[-1].output.text == "<Be.|Hi>"
     assert not prompt_of(server.calls[-1].generation).opens_answer
     for wrong in ("Hi", [], None, [["Hi"]]):
-        with pytest.raises(InvalidRequestError, match=r"^messages"):
+        with pytest.raises(InvalidRequestError, match=r"^(prompts\[0\]\.)?messages"):
             client.chat(wrong)
 
 
@@ -129,7 +129,8 @@ def test_nothing_is_sent_when_one_of_the_prompts_is_none(client, server):
     for prompts, said in (
         (["a", "\ud800"], r"^prompts\[1\]: "),
         ([[1], [2, -3]], r"^prompts\[1\]\[1\]: -3"),
-        (7, r"^prompts\[0\]: 7"),
+        (7, r"^prompt: 7"),
+        (["a", 7], r"^prompts\[1\]: 7"),
     ):
         with pytest.raises(InvalidRequestError, match=said):
             client.generate(prompts)
@@ -226,3 +227,19 @@ def test_progress_is_shown_if_wanted(client, monkeypatch):
     assert screen.getvalue() == ""
     client.generate(["a", "b"], progress=True)
     assert "decoding" in screen.getvalue() and "2/2" in screen.getvalue()
+
+
+def test_inputs_of_a_wrong_form_are_answered_with_what_is_wrong(client, server):
+    inputs = ["hello", ("abc", {"temperature": 0}), ("abc", None, 3), ("abc", None)]
+    results = dict(client.generate_each(inputs))
+    assert [getattr(results[index], "field", None) for index in range(4)] == [
+        "input",
+        "sampling_params",
+        "options",
+        None,
+    ]
+    assert len(server.calls) == 1
+    with pytest.raises(InvalidRequestError, match="window: -1"):
+        list(client.generate_each(inputs, window=-1))
+    with pytest.raises(InvalidRequestError, match=r"sampling_params: \{'temperature': 0\}"):
+        client.stream("abc", {"temperature": 0})

@@ -102,8 +102,10 @@ def test_drawn_seeds_are_told(client):
 def test_what_is_refused_is_named(client, prompt, params, said):
     with pytest.raises(InvalidRequestError, match=said):
         list(client.stream(prompt, params))
-    in_list = said.replace("^prompt", r"^prompts\[0\]")
+    in_list = said.replace("^prompt", r"^prompts\[0\]") if "prompt" in said else said.replace("^", r"^prompts\[0\]\.")
     with pytest.raises(InvalidRequestError, match=in_list):
+        client.generate([prompt], params)
+    with pytest.raises(InvalidRequestError, match=said):
         client.generate(prompt, params)
 
 

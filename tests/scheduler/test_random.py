@@ -23,7 +23,7 @@ from tests.harness import Harness
 from tests.simulator import Script, fails, run, script_of, shrink, simulate, simulate_until
 from tests.simulator_record import Record, Share
 
-STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "1000000"))
+STEPS = int(os.environ.get("JAXOVERLAP_SIM_STEPS", "2000000"))
 
 
 def test_random_traffic_equals_the_oracle_and_leaks_nothing():
