@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 _TICK_SECONDS = 0.25
 _LAST_WORDS_SECONDS = 1.0
 _STREAM_BUFFER = 1 << 20
+_NOTICE_SECONDS = 0.5
+"""From the first refusals of a server that drains, and its health's word, until it ends connections. A call that comes
+at that very moment gRPC cancels, so those who can hear may go first."""
 _DRAINING_CONNECTION_MS = 1000
 _THREADS = min(4, os.cpu_count() or 1)
 
@@ -73,8 +76,8 @@ class FrontEnd:
         self._places = Admission(config.max_streams, config.max_streams_per_connection)
         self._servers: dict[grpc.aio.Server, Address] = {}
         self._guards: list[Guard] = []
-        self._leaving: list[asyncio.Task[None]] | None = None
-        """Ends of the servers that ran when the engine began to drain; they take nothing new."""
+        self._turning_away: asyncio.Task[None] | None = None
+        self._is_stopping = False
         self._tracing: Tracing | None = None
         if config.otlp_traces_endpoint is not None:
             from jaxoverlap.server.tracing import Tracing  # an extra
@@ -151,8 +154,8 @@ class FrontEnd:
 
     async def _keep_house(self) -> None:
         while True:
-            if self._engine.status.draining and self._leaving is None:
-                await self._turn_away()
+            if self._engine.status.draining and self._turning_away is None:
+                self._turning_away = asyncio.create_task(self._turn_away())
             await self._health.update()
             if self._health.is_beyond_hope:
                 self._supervisor.send("failed", "the engine hangs")
@@ -199,13 +202,16 @@ class FrontEnd:
         Calls that run finish on the old ones. Who connects here again, a probe perhaps, finds new servers, with
         connections that do not last.
         """
+        await asyncio.sleep(_NOTICE_SECONDS)
+        if self._is_stopping:
+            return
         old = [server for server, address in self._servers.items() if not address.path]
         try:
             await self._listen(anew=True)
         except ConfigError as error:
             logger.warning("callers keep their connections: %s", error)
             old = []
-        self._leaving = [asyncio.create_task(server.stop(math.inf)) for server in old]
+        await asyncio.gather(*(server.stop(math.inf) for server in old))
 
     async def _serve(self, address: Address, *, generates: bool, administers: bool) -> None:
         options = _options(self._config, lasting=not self._engine.status.draining)
@@ -244,6 +250,7 @@ class FrontEnd:
 
     async def _stop(self, seconds: float) -> None:
         """Ends what still waits for the engine, and gives the rest so long to reach its readers."""
+        self._is_stopping = True
         await self._health.update()
         await self._health.servicer.enter_graceful_shutdown()
         self._engine.fail_all(ServerUnavailableError("the server is shutting down"))

@@ -1,6 +1,6 @@
 """The Mosaic kernels, interpreted, against the dense oracle; with races detected.
 
-With NPROC=16 in the environment, as .ci/newer has it: interpreted warpgroups wait for each other inside of XLA's
+With NPROC=16 in the environment, as .ci/mosaic has it: interpreted warpgroups wait for each other inside of XLA's
 threads, of which there are otherwise as many as cores, and where those do not suffice, none goes on. A case is seconds,
 so a few say the most; with JAXOVERLAP_ALL_MOSAIC there are more of them. What is not interpreted:
 wgmma with its left operand in registers (here it goes through shared memory), and what wgmma reads is no part of the
