@@ -1,5 +1,4 @@
-"""What holds for all tests: what is left out without torch, how steps are compiled and where they are kept, how Ctrl-C
-comes through."""
+"""What holds for all tests: what is left out without torch, one compilation cache, how Ctrl-C comes through."""
 
 import os
 import signal
@@ -7,8 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
-import jax
-import pytest
 
 # How long anything takes says nothing on a machine that others use as well.
 hypothesis.settings.register_profile(
@@ -26,15 +23,6 @@ for _name, _value in {
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": -1,
 }.items():
     os.environ.setdefault(_name, str(_value))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item):
-    """Tests of the embedded model have the compiler's optimisations, as users have. The others take a third less to
-    compile without, and are the same programs; .ci/newer runs those of the device with them all."""
-    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-        jax.config.update("jax_disable_most_optimizations", item.get_closest_marker("real_model") is None)
-
 
 # On Pythons that have no CPU build of torch (see pyproject.toml), the tests against torch are left out.
 
