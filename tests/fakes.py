@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxoverlap.constraint import TokenConstraint
 from jaxoverlap.outputs import FinishReason
 from jaxoverlap.request import MAX_STOP_IDS, Request, RequestLimits
 from jaxoverlap.sampling_params import SamplingParams
@@ -45,6 +46,12 @@ def _next_token(checksum: int, position: int, salt: int) -> int:
     return mixed % VOCAB_SIZE
 
 
+def _ids_in(masks: np.ndarray) -> list[np.ndarray]:
+    """Of each mask, int32 [rows, words], the ids that may come, lowest first."""
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, count=VOCAB_SIZE, bitorder="little")
+    return [np.flatnonzero(row) for row in bits]
+
+
 def oracle(
     prompt: Sequence[int],
     max_tokens: int,
@@ -52,8 +59,10 @@ def oracle(
     user_stop_ids: Sequence[int] = (),
     salt: int = 0,
     window: int | None = None,
+    constraint: TokenConstraint | None = None,
 ) -> tuple[list[int], FinishReason]:
     """The outputs and finish reason of a request that is alone, serial, and has no pages."""
+    mask = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
     slots = np.array([_kv(token, position) for position, token in enumerate(prompt)], dtype=np.uint32).tobytes()
     first = 0 if window is None else 4 * max(0, len(prompt) - window)
     checksum = zlib.crc32(slots[first:])
@@ -61,9 +70,19 @@ def oracle(
     outputs: list[int] = []
     while True:
         token = _next_token(checksum, position, salt)
+        if constraint is not None:
+            constraint.fill_mask(mask[0])
+            (allowed,) = _ids_in(mask)
+            token = int(allowed[token % len(allowed)])
         outputs.append(token)
         if token in stop_ids:
             return outputs, FinishReason.STOP_TOKEN if token in user_stop_ids else FinishReason.EOS
+        if constraint is not None:
+            constraint.advance(token)
+            if constraint.error is not None:
+                return outputs, FinishReason.ERROR
+            if constraint.is_complete:
+                return outputs, FinishReason.GRAMMAR_COMPLETE
         if len(outputs) == max_tokens:
             return outputs, FinishReason.LENGTH
         slot = _kv(token, position).to_bytes(4, sys.byteorder)
@@ -94,9 +113,7 @@ class _ToyStep:
         self.may_run = not plan.is_constrained
 
     def sample(self, allowed: np.ndarray) -> None:
-        """Of each row the ids that may come, lowest first."""
-        bits = np.unpackbits(allowed.view(np.uint8), axis=1, count=VOCAB_SIZE, bitorder="little")
-        self.allowed = [np.flatnonzero(row) for row in bits]
+        self.allowed = _ids_in(allowed)
         self.may_run = True
 
     def read(self) -> StepResult:
@@ -212,7 +229,7 @@ class ToyRunner:
         slots = b"".join([self.kv[page] for page in pages])
         start = first % size
         token = _next_token(zlib.crc32(slots[4 * start : 4 * (start + length - first)]), length, self.salt[row])
-        if allowed is not None and len(allowed) < VOCAB_SIZE:
+        if allowed is not None:
             if len(allowed) == 0:
                 self.finished[row] = True
                 return -1, RowStatus.NO_TOKEN

@@ -15,6 +15,7 @@ from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.scheduler.config import SchedulerConfig
 from jaxoverlap.scheduler.plan import StepOutput, StepPlan
 from tests.fakes import VOCAB_SIZE, ToyRunner, oracle, salt_of
+from tests.toy_grammar import ToyGrammar
 
 EOS_IDS = (5, 17)
 
@@ -44,6 +45,7 @@ class Harness:
     requests: list[Request] = field(default_factory=list)
     delivered: dict[int, list[int]] = field(default_factory=dict)
     terminal: dict[int, int] = field(default_factory=dict)
+    grammars: dict[int, ToyGrammar] = field(default_factory=dict)
     _timed: list[Request] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,11 +81,18 @@ class Harness:
         return request
 
     def submit_samples(
-        self, prompt: list[int], *, options: RequestOptions = DEFAULT_OPTIONS, **sampling
+        self,
+        prompt: list[int],
+        *,
+        options: RequestOptions = DEFAULT_OPTIONS,
+        grammar: ToyGrammar | None = None,
+        **sampling,
     ) -> list[Request]:
         params = SamplingParams(**({"temperature": 0.0, "seed": 1} | sampling))
-        requests = self.engine.add_samples(prompt, params, options)
+        requests = self.engine.add_samples(prompt, params, options, grammar)
         for request in requests:
+            if grammar is not None:
+                self.grammars[request.request_id] = grammar
             self.requests.append(request)
             self.delivered[request.request_id] = []
             self.terminal[request.request_id] = 0
@@ -152,7 +161,7 @@ class Harness:
     def check_outcome(self, request: Request) -> None:
         assert request.status == RequestStatus.FINISHED
         assert self.delivered[request.request_id] == request.output_ids
-        sampling = request.sampling
+        sampling, grammar = request.sampling, self.grammars.get(request.request_id)
         expected, reason = oracle(
             request.prompt_ids.tolist(),
             request.max_tokens,
@@ -160,6 +169,7 @@ class Harness:
             tuple(sampling.stop_token_ids),
             salt=salt_of(request.seed, request.sample_index),
             window=self.settings.get("window"),
+            constraint=None if grammar is None else grammar.start(),
         )
         cut_short = request.finish_reason in (FinishReason.ABORTED, FinishReason.STOP_STRING)
         if cut_short or isinstance(request.error, DeadlineError):

@@ -28,9 +28,11 @@ from jaxoverlap.request import RequestOptions
 from tests.fakes import VOCAB_SIZE
 from tests.harness import Harness
 from tests.simulator_record import Record, Share, fingerprint
+from tests.toy_grammar import ToyGrammar
 
 Event = tuple[Any, ...]
-"""("submit", prompt, sampling, options), ("abort", nth request), ("turn", seconds, device is early), ("flush",)."""
+"""("submit", prompt, sampling, options, values of a `ToyGrammar` or None), ("abort", nth request),
+("stop", nth request), ("turn", seconds, device is early), ("flush",)."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ def script_of(seed: int) -> Script:
     busy, abort_rate = rng.choice([0.05, 0.3, 1.0]), rng.choice([0.0, 0.02, 0.2])
     shared, timed = rng.choice([0.0, 0.5, 0.95]), rng.choice([0.0, 0.2])
     priorities, salts = rng.choice([1, 1, 3]), [None, None, "a", "b"]
-    several, stopped = rng.choice([0.0, 0.0, 0.2]), rng.choice([0.0, 0.0, 0.02])
+    several, paused = rng.choice([0.0, 0.0, 0.2]), rng.choice([0.0, 0.0, 0.02])
+    ruled = rng.choice([0.0, 0.0, 0.2, 1.0])
     events: list[Event] = []
     submitted, most = 0, rng.randrange(1, 40)
     # Short lives: what breaks an engine is variety, not length.
@@ -115,15 +118,16 @@ def script_of(seed: int) -> Script:
                 "timeout": rng.choice([0.001, 0.05, 1.0]) if rng.random() < timed else None,
                 "cache_salt": rng.choice(salts) if settings["row_order_seed"] % 3 == 0 else None,
             }
-            events.append(("submit", prompt, sampling, options))
+            grammar = (rng.randrange(3), rng.randrange(1, 60), rng.random() < 0.1) if rng.random() < ruled else None
+            events.append(("submit", prompt, sampling, options, grammar))
             submitted += sampling["n"]
             if rng.random() < 0.5:
                 break
         if submitted and rng.random() < abort_rate:
-            events.append(("abort", rng.randrange(submitted)))
+            events.append((rng.choice(["abort", "stop"]), rng.randrange(submitted)))
         if rng.random() < 0.01:
             events.append(("flush",))
-        seconds = 90.0 if rng.random() < stopped else rng.choice([0.0, 0.001, 0.02, 0.3])
+        seconds = 90.0 if rng.random() < paused else rng.choice([0.0, 0.001, 0.02, 0.3])
         events.append(("turn", seconds, rng.random() < 0.3))
     return Script(seed, settings, tuple(events))
 
@@ -134,18 +138,21 @@ def run(script: Script) -> int:
     requests: list[Any] = []
     for kind, *given in script.events:
         if kind == "submit":
-            prompt, sampling, options = given
+            prompt, sampling, options, rules = given
+            grammar = None if rules is None else ToyGrammar(*rules)
             try:
-                requests += harness.submit_samples(prompt, options=RequestOptions(**options), **sampling)
+                requests += harness.submit_samples(
+                    prompt, options=RequestOptions(**options), grammar=grammar, **sampling
+                )
             except QueueFullError:
                 requests.append(None)
             except InvalidRequestError:
                 fits = harness.num_pages * harness.page_size >= 2 * harness.max_model_len
                 assert not fits or harness.max_model_len <= 2
                 requests.append(None)
-        elif kind == "abort":
+        elif kind in ("abort", "stop"):
             if given[0] < len(requests) and requests[given[0]] is not None:
-                harness.engine.abort(requests[given[0]])
+                (harness.engine.abort if kind == "abort" else harness.engine.stop)(requests[given[0]])
         elif kind == "flush":
             harness.scheduler.flush_cache()
         else:

@@ -22,6 +22,7 @@ DECIDING = (
     "tests/simulator.py",
     "tests/harness.py",
     "tests/fakes.py",
+    "tests/toy_grammar.py",
 )
 
 

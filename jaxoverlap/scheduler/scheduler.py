@@ -208,7 +208,7 @@ class Scheduler:
         rows.committed_step = plan.step_id
         status = outcomes[:, 1]
         now = self._clock()
-        rows.last_progress[plan.rows] = self.state.patience
+        rows.last_progress[plan.rows] = self._last_progress = self.state.patience
         alive = rows.generation[plan.rows] == plan.generations
         if plan.chunks:
             self._commit_chunks(plan, alive.tolist(), status.tolist(), now)

@@ -252,6 +252,18 @@ def test_a_request_after_a_long_idle_time_is_served(idle):
     assert {request.finish_reason for request in harness.requests} == {FinishReason.LENGTH}
 
 
+def test_a_request_behind_slow_steps_that_end_all_others_is_served():
+    """What is read while there is nothing to launch is progress too (found by the simulator, seed 102200)."""
+    harness = Harness(lookahead=4, settings={"stuck_after": 3.0})
+    harness.submit([1], max_tokens=10, ignore_eos=True)
+    while harness.engine.has_work:
+        go_on(harness, 0.9, step=0.9)
+    late = harness.submit([2], max_tokens=4, ignore_eos=True)
+    go_on(harness, 0.9, step=0.9)
+    harness.run()
+    assert late.finish_reason == FinishReason.LENGTH
+
+
 def test_a_prompt_set_aside_for_more_urgent_ones_is_not_stuck():
     settings = {"stuck_after": 2.0, "max_mixed_tokens": 16}
     harness = Harness(max_batched_tokens=16, num_pages=200, max_running=8, lookahead=1, settings=settings)

@@ -65,6 +65,17 @@ def a_result_is_given_to_whoever_has_the_row_now(patch):
 
 
 @fault
+def a_grammar_is_not_told_what_a_preempted_row_has_said(patch):
+    advance = Scheduler._advance
+
+    def advance_unless_it_leaves(self, request):
+        if not self.state.rows.leaving[request.row]:
+            advance(self, request)
+
+    patch(Scheduler, "_advance", advance_unless_it_leaves)
+
+
+@fault
 def pages_are_freed_when_a_row_leaves_and_not_when_it_retires(patch):
     leave = SchedulerState.leave
 

@@ -101,7 +101,7 @@ def leaving_beside_a_copy() -> Script:
     }
     turn = ("turn", 0.001, False)
     a, b, c = (
-        ("submit", list(prompt), {"max_tokens": most, "ignore_eos": True}, {})
+        ("submit", list(prompt), {"max_tokens": most, "ignore_eos": True}, {}, None)
         for prompt, most in [(range(20), 1), (range(20), 5), (range(50, 74), 1)]
     )
     return Script(0, settings, (a, b, turn, turn, c, turn, ("abort", 1), turn))
