@@ -1,14 +1,15 @@
 """`Client`: the service from a program that waits for its answers.
 
 Calls are grpc's futures: no thread of ours runs, and whoever leaves, by an error, by Ctrl-C or by dropping an iterator,
-cancels what he has started on the way out.
+cancels what he has started on the way out. A KeyboardInterrupt within grpc could leave its locks taken, and no call of
+this client would come back any more; so Ctrl-C cancels the call that is waited for, and is raised behind it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -21,6 +22,7 @@ from jaxoverlap.client.methods import READINESS, Stubs, Unary
 from jaxoverlap.client.replies import AbortedIds, Health, Load, ModelInfo, ServerInfo
 from jaxoverlap.client.window import FAILURES, Window
 from jaxoverlap.errors import JaxOverlapError, ServiceError
+from jaxoverlap.interrupt import interrupt_deferred
 from jaxoverlap.outputs import RequestOutput, StreamDelta
 from jaxoverlap.prompts import ChatPrompt, Prompt, chat_prompts
 from jaxoverlap.request import RequestOptions
@@ -283,35 +285,52 @@ class Client(ClientBase):
 
     def _finish(self, unary: Unary[T], tries: Tries) -> T:
         while True:
-            call = self._begin(unary.stub(self._stubs).future, unary.request, tries)
-            try:
-                return unary.read(call.result())
-            except FAILURES:
-                error = self._error_of(call)
-            finally:
-                call.cancel()
+            with self._call(unary.stub(self._stubs).future, unary.request, tries) as call:
+                try:
+                    with interrupt_deferred(wake=call.cancel):
+                        reply = call.result()
+                    return unary.read(reply)
+                except FAILURES:
+                    error = self._error_of(call)
             self._rest(tries.pause_after(error), error)
 
     def _stream(self, ask: Ask) -> Iterator[StreamDelta]:
         request = generate_service_pb2.GenerateStreamRequest(generation=ask.message)
         reader, tries, received = ask.stream_reader(), self._tries(ask.timeout), False
         while True:
-            call = self._begin(self._stubs.generate.GenerateStream, request, tries)
             error: JaxOverlapError | None = None
-            try:
-                for event in call:
-                    received = True
-                    piece = reader.take(event)
-                    if piece is not None:
-                        yield piece
-            except FAILURES:
-                error = self._error_of(call, received=received)
-            finally:
-                call.cancel()
+            with self._call(self._stubs.generate.GenerateStream, request, tries) as call:
+                try:
+                    while (event := self._next(call)) is not None:
+                        received = True
+                        piece = reader.take(event)
+                        if piece is not None:
+                            yield piece
+                except FAILURES:
+                    error = self._error_of(call, received=received)
             if error is None:
                 yield reader.finish()
                 return
             self._rest(tries.pause_after(error, received=received), error)
+
+    @contextmanager
+    def _call(self, method: Any, request: Any, tries: Tries) -> Iterator[Any]:
+        """A try, cancelled at the end if it still runs."""
+        call = None
+        try:
+            with interrupt_deferred():
+                call = self._begin(method, request, tries)
+            yield call
+        finally:
+            if call is not None:
+                with interrupt_deferred():
+                    call.cancel()
+
+    @staticmethod
+    def _next(call: Any) -> Any:
+        """A stream's next event, or None behind the last."""
+        with interrupt_deferred(wake=call.cancel):
+            return next(call, None)
 
     def _rest(self, pause: float | None, error: JaxOverlapError) -> None:
         """Waits for the next try; raises the error where there is none."""

@@ -13,6 +13,7 @@ import grpc
 from jaxoverlap.client.calls import Tries
 from jaxoverlap.client.methods import Unary
 from jaxoverlap.errors import JaxOverlapError
+from jaxoverlap.interrupt import interrupt_deferred
 from jaxoverlap.outputs import RequestOutput
 
 FAILURES = (grpc.RpcError, grpc.FutureCancelledError)
@@ -65,7 +66,9 @@ class Window:
             except queue.Empty:
                 continue
             try:
-                return call.index, call.unary.read(future.result())
+                with interrupt_deferred():
+                    reply = future.result()
+                return call.index, call.unary.read(reply)
             except JaxOverlapError as nonsense:  # a reply that can't be read
                 return call.index, nonsense
             except FAILURES:
@@ -79,11 +82,13 @@ class Window:
     def close(self) -> None:
         """Cancels what is under way."""
         self._resting.clear()
-        for _, future in self._running.values():
-            future.cancel()
+        with interrupt_deferred():
+            for _, future in self._running.values():
+                future.cancel()
         self._running.clear()
 
     def _start(self, call: _Call) -> None:
-        future = self._begin(call.unary, call.tries)
-        self._running[call.index] = (call, future)
-        future.add_done_callback(lambda _: self._done.put(call.index))
+        with interrupt_deferred():  # see `sync`
+            future = self._begin(call.unary, call.tries)
+            self._running[call.index] = (call, future)
+            future.add_done_callback(lambda _: self._done.put(call.index))

@@ -22,8 +22,8 @@ import numpy as np
 from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.collector import PromptCollector
 from jaxoverlap.engine.engine import Engine
-from jaxoverlap.engine.interrupt import interrupt_deferred
 from jaxoverlap.errors import EngineError
+from jaxoverlap.interrupt import interrupt_deferred
 from jaxoverlap.prompts import Prompt
 from jaxoverlap.request import Request, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import signal
 import threading
 import time
@@ -15,16 +14,11 @@ import pytest
 from jaxoverlap import LLM, EngineError, SamplingParams
 from jaxoverlap import llm as llm_module
 from jaxoverlap.engine.collector import PromptCollector
-from jaxoverlap.engine.interrupt import interrupt_deferred
 from tests.fakes import oracle
+from tests.test_interrupt import press_ctrl_c
 from tests.test_llm import GREEDY, llm, toy_build  # noqa: F401
 
 LONG = SamplingParams(temperature=0, seed=1, max_tokens=100, ignore_eos=True)
-
-
-def press_ctrl_c(times=1):
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def before(owner, name, action, when=lambda *arguments: True):
@@ -45,44 +39,6 @@ def assert_usable(llm):  # noqa: F811
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert not llm.engine.has_work and not llm._shared.has_callers
     assert llm.generate([5], GREEDY)[0].token_ids == oracle([5], 6, (), salt=1)[0]
-
-
-def test_ctrl_c_waits_for_the_end_however_often_it_comes():
-    done = []
-
-    def block(fails):
-        with interrupt_deferred():
-            press_ctrl_c(2)
-            done.append(True)
-            if fails:
-                raise ValueError
-
-    with pytest.raises(KeyboardInterrupt):
-        block(fails=False)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        block(fails=True)
-    assert len(done) == 2
-    assert isinstance(caught.value.__context__, ValueError)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_a_programs_own_handler_of_ctrl_c_is_called_after_the_block_as_often_as_it_came():
-    calls = []
-    usual = signal.signal(signal.SIGINT, lambda signum, frame: calls.append((signum, frame.f_code.co_name)))
-    try:
-        with interrupt_deferred(), interrupt_deferred():
-            press_ctrl_c()
-            press_ctrl_c()
-            assert not calls
-        assert calls == [(signal.SIGINT, "press_ctrl_c")] * 2
-        press_ctrl_c()
-        assert len(calls) == 3
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with interrupt_deferred():
-            press_ctrl_c()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, usual)
 
 
 @pytest.mark.parametrize("times", [1, 2])

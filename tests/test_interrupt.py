@@ -1,0 +1,74 @@
+"""Ctrl-C is held back where something would be left half done, and not lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+
+from jaxoverlap.interrupt import interrupt_deferred
+
+
+def press_ctrl_c(times=1):
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_waits_for_the_end_however_often_it_comes():
+    done = []
+
+    def block(fails):
+        with interrupt_deferred():
+            press_ctrl_c(2)
+            done.append(True)
+            if fails:
+                raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        block(fails=False)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        block(fails=True)
+    assert len(done) == 2
+    assert isinstance(caught.value.__context__, ValueError)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_programs_own_handler_of_ctrl_c_is_called_after_the_block_as_often_as_it_came():
+    calls = []
+    usual = signal.signal(signal.SIGINT, lambda signum, frame: calls.append((signum, frame.f_code.co_name)))
+    try:
+        with interrupt_deferred(), interrupt_deferred():
+            press_ctrl_c()
+            press_ctrl_c()
+            assert not calls
+        assert calls == [(signal.SIGINT, "press_ctrl_c")] * 2
+        press_ctrl_c()
+        assert len(calls) == 3
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with interrupt_deferred():
+            press_ctrl_c()
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def test_ctrl_c_wakes_a_block_that_waits():
+    woken = threading.Event()
+    threading.Timer(0.1, press_ctrl_c).start()
+    with pytest.raises(KeyboardInterrupt), interrupt_deferred(wake=woken.set):
+        assert woken.wait(60)
+    assert woken.is_set()
+
+
+def test_a_programs_own_handler_decides_whether_a_wait_ends():
+    calls, woken = [], []
+    usual = signal.signal(signal.SIGINT, lambda *_: calls.append("its own"))
+    try:
+        with interrupt_deferred(wake=lambda: woken.append(True)):
+            press_ctrl_c()
+            assert calls == ["its own"]
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    assert not woken
