@@ -1,4 +1,4 @@
-"""The embedded model as files for other engines, all float32: a Hugging Face folder and a GGUF. Needs torch."""
+"""The embedded model as files for other engines: as it is, and in float32 (Hugging Face, GGUF). Needs torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from tests.tiny_models import write_gguf
 
 
 def write_all(folder: Path) -> None:
-    """`folder`/hf and `folder`/float32.gguf."""
+    """`folder`/hf, `folder`/float32.gguf and `folder`/q4_1.gguf."""
+    (folder / "q4_1.gguf").symlink_to(default_model_path())
     reader = gguf.GGUFReader(default_model_path())
     metadata = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     transformers_model().save_pretrained(folder / "hf")
