@@ -146,6 +146,25 @@ def test_others_go_on_while_a_grammar_is_compiled(llm):
     assert (index, rest) == (0, []) and re.fullmatch("[0-9]{3}", output.text)
 
 
+def test_inputs_that_come_while_a_grammar_is_compiled_are_not_held_up(llm):
+    """Though there was none for a moment, and the engine has nothing else to do."""
+    llm.engine.constraints = slow = SlowCompiler(llm.engine.constraints)
+
+    def inputs():
+        yield "a", params(regex="[0-9]{3}")
+        yield None
+        yield "b", SamplingParams(max_tokens=3, seed=1)
+
+    timer = Timer(3.0, slow.finish)
+    timer.start()
+    results = llm.generate_each(inputs())
+    index, _ = next(results)
+    assert index == 1
+    timer.cancel()
+    slow.finish()
+    assert [index for index, _ in results] == [0]
+
+
 def test_a_closed_one_compiles_nothing(llm):
     constraints = llm.engine.constraints
     llm.generate("x", params(regex="a"))

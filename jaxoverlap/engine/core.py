@@ -38,6 +38,7 @@ from jaxoverlap.errors import (
     AbortedError,
     EngineError,
     JaxOverlapError,
+    QueueFullError,
     ServerUnavailableError,
 )
 from jaxoverlap.request import Request, RequestOptions
@@ -144,7 +145,8 @@ class EngineCore:
     # ---------------------------------------------------------------- a turn
 
     def _turn(self) -> None:
-        watch, is_idle = self.engine.loop.watch, not (self.engine.has_work or self._inbox)
+        watch = self.engine.loop.watch
+        is_idle = not (self.engine.has_work or self._inbox or self._door.has_compiled)
         self._read(wait=is_idle)
         if is_idle:
             watch.skip()
@@ -297,6 +299,10 @@ class EngineCore:
         try:
             if self.draining:
                 raise ServerUnavailableError("the server is about to stop and takes no more requests")
+            if self._door.is_full:
+                raise QueueFullError(
+                    f"max_queue: {self.facts.max_queue} requests are waiting already; try again when some have started"
+                )
             entry = Entry(
                 link,
                 key,

@@ -1,10 +1,15 @@
-"""Requests that can't be queued yet, because what their text must be is still being compiled. Nobody waits for that."""
+"""Requests that can't be queued yet, because what their text must be is still being compiled. Nobody waits for that.
+
+They count among those that may wait (`max_queue`). Who was let in here is not refused later: one that is compiled while
+the queue is full waits on.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
@@ -64,6 +69,18 @@ class Door:
         """Of all who wait."""
         return sum(entry.sampling.num_samples for entry, _ in self.waiting.values())
 
+    @property
+    def is_full(self) -> bool:
+        """As many wait as may, here and in the engine's queue."""
+        scheduler = self._engine.loop.scheduler
+        limit, queue = scheduler.config.max_queue, scheduler.state
+        return limit is not None and queue.waiting.num_fresh + len(queue.held) + self.num_sequences >= limit
+
+    @property
+    def has_compiled(self) -> bool:
+        """Somebody need not wait for a grammar any more."""
+        return any(compiling.done() for _, compiling in self.waiting.values())
+
     def keep_waiting(self, entry: Entry) -> bool:
         """Starts what has to be compiled. False if there is nothing."""
         compiling = self._engine.compile_constraint(entry.sampling)
@@ -73,10 +90,13 @@ class Door:
         compiling.add_done_callback(lambda _: self.ring())
         return True
 
-    def take_compiled(self) -> list[tuple[Entry, Future[CompiledConstraint]]]:
-        """Those that need not wait any more; their futures are done."""
-        done = [name for name, (_, compiling) in self.waiting.items() if compiling.done()]
-        return [self.waiting.pop(name) for name in done]
+    def take_compiled(self) -> Iterator[tuple[Entry, Future[CompiledConstraint]]]:
+        """Those that need not wait any more, each to be queued or told before the next is asked for; their futures are
+        done."""
+        for name, (entry, compiling) in list(self.waiting.items()):
+            if compiling.done() and (compiling.exception() is not None or not self._engine.queue_is_full):
+                del self.waiting[name]
+                yield entry, compiling
 
     def hear_bell(self) -> None:
         with contextlib.suppress(BlockingIOError):

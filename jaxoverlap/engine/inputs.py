@@ -84,6 +84,7 @@ def run(
     exhausted = False
     try:
         while True:
+            asks_again = False
             while not (exhausted or shared.queue_is_full):
                 if window is not None and len(running) + len(entering) >= window:
                     break
@@ -93,6 +94,7 @@ def run(
                     exhausted = True
                     break
                 if given is None:
+                    asks_again = True
                     break
                 entering[next(indices)] = given
                 if given.is_ready:
@@ -102,7 +104,8 @@ def run(
                 if entering:
                     if not any(given.is_ready for given in entering.values()):
                         compiling = [given.compiling for given in entering.values() if given.compiling is not None]
-                        wait(compiling, return_when=FIRST_COMPLETED)
+                        patience = _NOTHING_NOW_SECONDS if asks_again else None
+                        wait(compiling, patience, return_when=FIRST_COMPLETED)
                 elif exhausted:
                     return
                 else:

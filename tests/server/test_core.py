@@ -47,12 +47,14 @@ class Peer:
 
     def next(self, kind: str) -> list[Any]:
         """The next message of a kind; others are left out."""
+        end = time.monotonic() + PATIENCE
         while True:
             for index, message in enumerate(self._read):
                 if message[0] == kind:
                     del self._read[: index + 1]
                     return message
             self._read.clear()
+            assert time.monotonic() < end, f"no {kind} has come"
             data = self.socket.recv(1 << 16)
             assert data, "the engine is gone"
             self._unpacker.feed(data)
