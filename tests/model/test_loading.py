@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -206,6 +207,18 @@ def test_stray_files_beside_shards_are_ignored(sharded):
     assert same_bits(load_model(sharded).weights, expected)
 
 
+def test_an_index_of_files_that_are_gone_is_ignored_beside_a_whole_model(sharded, caplog):
+    model = make_model("llama", seed=1)
+    model.save_pretrained(sharded)  # removes the shards, and leaves their index
+    assert not shards_of(sharded) and (sharded / "model.safetensors.index.json").is_file()
+    embedding = load_model(sharded).weights["params"]["embedding"]
+    assert np.array_equal(embedding, model.model.embed_tokens.weight.detach().numpy())
+    assert "index.json is ignored" in caplog.text
+    (sharded / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00001-of-\d+\.safetensors is missing; .*index\.json names it"):
+        load_model(sharded)
+
+
 def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
     first, second = shards_of(sharded)[:2]
     name = next(iter(load_file(first)))
@@ -386,6 +399,36 @@ def test_an_unreadable_config_is_named_whether_there_are_weights_or_not(folder):
 def test_a_config_without_weights_says_that_they_are_missing(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has neither model\.safetensors nor"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("adapter_config.json", "adapter_config.json is an adapter's: merge it"),
+        ("pytorch_model-00001-of-00002.bin", "pytorch_model-00001-of-00002.bin is in PyTorch's own form"),
+        ("consolidated.00.pth", "consolidated.00.pth is in PyTorch's own form"),
+    ],
+)
+@pytest.mark.parametrize("config", [True, False])
+def test_weights_in_other_forms_are_refused_by_name(folder, name, hint, config):
+    (folder / "model.safetensors").unlink()
+    if not config:
+        (folder / "config.json").unlink()
+    (folder / name).write_text("{}")
+    with pytest.raises(ModelError, match=rf"has neither model\.safetensors nor .*\.gguf file; {re.escape(hint)}"):
+        load_model(folder)
+
+
+def test_an_adapter_beside_a_model_is_not_applied_with_a_warning(folder, caplog):
+    (folder / "adapter_config.json").write_text("{}")
+    load_model(folder)
+    assert "adapter_config.json: the adapter is not applied" in caplog.text
+
+
+def test_weights_of_another_name_in_the_configuration_are_refused(tmp_path):
+    folder = save_folder(make_model("llama"), tmp_path, config={"transformers_weights": "other.safetensors"})
+    with pytest.raises(ModelError, match=r"transformers_weights is 'other\.safetensors'"):
         load_model(folder)
 
 
