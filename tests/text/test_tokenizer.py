@@ -13,6 +13,7 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxoverlap.errors import InvalidRequestError, ModelError
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.text.tokenizer_gguf import from_gguf
 from tests.tiny_models import make_tokenizer, save_tokenizer, tokenizer_metadata
@@ -245,6 +246,9 @@ ADDED = {
     "additional": {"additional_special_tokens": ["<tool>", "<|new|>"]},
     "objects": {"additional_special_tokens": [{**NEW, "__type": "AddedToken"}]},
     "extra": {"extra_special_tokens": ["<|new|>"]},
+    "a role of its own": {"image_token": "<|new|>", "prefix_token": "<|newer|>"},
+    "extra with roles": {"extra_special_tokens": {"image_token": "<|new|>"}, "audio_token": "<|newer|>"},
+    "an object": {"image_token": {"content": "<|new|>", "__type": "AddedToken"}, "add_bos_token": True},
     "a role": {"pad_token": "<|new|>", "eos_token": {"content": "<|newer|>", "__type": "AddedToken"}},
     "split": {"split_special_tokens": True},
     "added_tokens.json": {},
@@ -263,6 +267,26 @@ def test_tokens_that_tokenizer_json_lacks_are_those_of_transformers(tmp_path, na
     for skip in (True, False):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+
+@pytest.mark.parametrize("added", [{}, {"added_tokens_decoder": {"2": {"content": "</s>", "special": True}}}], ids=len)
+def test_special_tokens_map_counts_in_the_older_form_only(tmp_path, added):
+    folder = save_tokenizer(
+        make_tokenizer(),
+        tmp_path,
+        bos_token="",
+        image_token="<tool>",
+        chat_template="{{ bos_token }}{{ image_token }}{{ cls_token }}{{ eos_token }}",
+        **added,
+    )
+    roles = {"bos_token": {"content": "<s>", "lstrip": False}, "cls_token": "<unk>", "eos_token": "<|im_end|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(roles))
+    ours, theirs = Tokenizer.from_folder(folder), hf(folder)
+    assert ours.eos_token_ids == (theirs.eos_token_id,) == ((2,) if added else (4,))
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(ChatPrompt(messages=messages)) == theirs.apply_chat_template(
+        messages, return_dict=False
+    )
 
 
 @pytest.mark.parametrize("token_id", [3, NEW_ID + 1])
