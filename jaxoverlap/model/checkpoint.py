@@ -19,7 +19,7 @@ import numpy as np
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model.config import ModelConfig, config_from_gguf, config_from_hf
 from jaxoverlap.model.fields import unsupported
-from jaxoverlap.model.generation_config import sampling_defaults
+from jaxoverlap.model.generation_config import sampling_defaults, sampling_defaults_from_gguf
 from jaxoverlap.model.gguf_file import GgufFile
 from jaxoverlap.model.safetensors_file import SafetensorsFile
 
@@ -156,7 +156,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
-        self.sampling_defaults: Mapping[str, Any] = {}
+        self.sampling_defaults: Mapping[str, Any] = sampling_defaults_from_gguf(file.metadata)
         self.tokenizer_source: TokenizerSource = file.metadata
         if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
             raise ModelError(f"{path} is one of {parts} parts: not supported in this build")

@@ -339,6 +339,16 @@ def test_gguf_vocabulary_is_the_table_s(tmp_path):
     assert load_model(path).config.vocab_size == VOCAB_SIZE
 
 
+def test_gguf_says_what_its_authors_recommend_for_sampling(tmp_path, caplog):
+    model = make_model("llama")
+    keys = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 7.0, "penalty_repeat": 1.05, "mirostat": 0}
+    metadata = gguf_metadata(model) | {f"general.sampling.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "tiny.gguf", metadata, gguf_tensors(model))
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    assert open_model(path).sampling_defaults == expected
+    assert "general.sampling of the GGUF file is not followed: min_p: 7" in caplog.text
+
+
 def test_gguf_parts_are_refused(tmp_path):
     with pytest.raises(ModelError, match="one of 3 parts"):
         load_model(gguf_with(tmp_path, lambda tensors: None, {"split.count": 3}))
