@@ -134,7 +134,7 @@ def open_model(source: str | PathLike[str] | None = None) -> ModelFiles:
     if not path.exists():
         path, name = _download(str(source)), str(source)
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ModelError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.stem, GgufCheckpoint(path))
     gguf_files = sorted(path.glob("*.gguf"))

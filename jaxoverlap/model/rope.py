@@ -64,6 +64,9 @@ class RopeConfig:
         if not 1 <= self.original_max_position_embeddings <= _LARGEST:
             original = self.original_max_position_embeddings
             raise ModelError(f"original_max_position_embeddings of rope is {original}; it must be an integer from 1 on")
+        for divisor in self.frequency_factors:
+            if not 1 / _LARGEST <= divisor <= _LARGEST:
+                raise ModelError(f"rope frequency factors: {divisor!r} is among them; they must be positive numbers")
         if self.kind == "yarn" and self.theta <= 1:
             raise ModelError(f"rope_theta is {self.theta}; rope type 'yarn' needs more than 1")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:

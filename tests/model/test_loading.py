@@ -349,6 +349,11 @@ def test_gguf_says_what_its_authors_recommend_for_sampling(tmp_path, caplog):
     assert "general.sampling of the GGUF file is not followed: min_p: 7" in caplog.text
 
 
+def test_a_gguf_file_may_be_named_in_capitals(tmp_path):
+    path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
+    assert open_model(path.rename(tmp_path / "TINY.GGUF")).name == "TINY"
+
+
 def test_gguf_parts_are_refused(tmp_path):
     with pytest.raises(ModelError, match="one of 3 parts"):
         load_model(gguf_with(tmp_path, lambda tensors: None, {"split.count": 3}))

@@ -156,7 +156,11 @@ def test_llama_bpe_takes_whole_words_before_merges_and_begins_with_bos():
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre is 'deepseek-llm'.*allowed: gpt-2, llama-bpe, qwen2, smollm"),
         ({"pre": "default"}, "tokenizer.ggml.pre is 'default'"),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
+        ({"pre": ["qwen2"]}, r"tokenizer.ggml.pre is \['qwen2'\]; it must be a name"),
         ({"merges": None}, "merges are needed"),
+        ({"tokens": 1.5}, "tokens .texts.*are needed"),
+        ({"token_type": 1}, "token_type .*are needed"),
+        ({"tokens": ["a", []], "token_type": [1, 1]}, "tokens .texts.*are needed"),
         ({"token_type": [1]}, "one per token"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token appears twice"),
         ({"merges": ["zz yy"]}, "can't be built"),
@@ -167,6 +171,12 @@ def test_gguf_tokenizers_that_can_not_be_rebuilt_are_refused(change, named):
     metadata = tokenizer_metadata(make_tokenizer()) | {f"tokenizer.ggml.{k}": v for k, v in change.items()}
     with pytest.raises(ModelError, match=named):
         from_gguf(metadata)
+
+
+@pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.chat_template.tool_use"])
+def test_a_gguf_chat_template_that_is_no_text_is_refused(key):
+    with pytest.raises(ModelError, match=r"tokenizer\.chat_template: the template '\w+' is 5; it must be a text"):
+        from_gguf(tokenizer_metadata(make_tokenizer()) | {key: 5})
 
 
 # BOS
