@@ -18,7 +18,8 @@ import numpy as np
 
 from jaxoverlap.errors import ModelError
 from jaxoverlap.model.config import ModelConfig, config_from_gguf, config_from_hf
-from jaxoverlap.model.generation_config import sampling_defaults
+from jaxoverlap.model.fields import unsupported
+from jaxoverlap.model.generation_config import sampling_defaults, sampling_defaults_from_gguf
 from jaxoverlap.model.gguf_file import GgufFile
 from jaxoverlap.model.safetensors_file import SafetensorsFile
 
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+ADAPTER_NAME = "adapter_config.json"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _ROTARY_BUFFERS = tuple(f".rotary_emb.{name}" for name in ("inv_freq", "cos_cached", "sin_cached"))
@@ -70,7 +72,8 @@ class Checkpoint(Protocol):
 
 class HfCheckpoint:
     """A folder with config.json and safetensors. The index, where there is one, says which file holds what:
-    other files, and other copies of a tensor, are ignored."""
+    other files, and other copies of a tensor, are ignored. An index of files that are all gone is ignored itself,
+    beside a whole model in one file: transformers leaves it there when it saves a small model over a large one."""
 
     def __init__(self, folder: Path) -> None:
         self.tokenizer_source: TokenizerSource = folder
@@ -80,6 +83,10 @@ class HfCheckpoint:
         generation_config = read_json(generation_path) if generation_path.is_file() else {}
         self.config = config_from_hf(config, generation_config)
         self.sampling_defaults: Mapping[str, Any] = sampling_defaults(generation_config)
+        if (named := config.get("transformers_weights")) not in (None, SINGLE_NAME, INDEX_NAME):
+            raise unsupported("transformers_weights", named, [SINGLE_NAME, INDEX_NAME])
+        if (folder / ADAPTER_NAME).is_file():
+            logger.warning("%s: the adapter is not applied; merge it into the model first", folder / ADAPTER_NAME)
         self._file_of = self._open_files(folder)
         self._stored_as: dict[str, str] = {}
         if self.config.tie_word_embeddings:
@@ -108,12 +115,11 @@ class HfCheckpoint:
             logger.warning("tie_word_embeddings is true: %s, which differs from %s, is not used", HEAD, EMBEDDING)
 
     def _open_files(self, folder: Path) -> dict[str, SafetensorsFile]:
-        index_path = folder / INDEX_NAME
+        index_path, single_path = folder / INDEX_NAME, folder / SINGLE_NAME
         if not index_path.is_file():
-            if not (folder / SINGLE_NAME).is_file():
-                raise ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}")
-            single = SafetensorsFile(folder / SINGLE_NAME)
-            return dict.fromkeys(single.names, single)
+            if not single_path.is_file():
+                raise no_weights(folder)
+            return self._open_single(single_path)
         weight_map = read_json(index_path).get("weight_map")
         if not isinstance(weight_map, dict):
             raise ModelError(f"{index_path} has no weight_map")
@@ -121,7 +127,11 @@ class HfCheckpoint:
             if not isinstance(file_name, str):
                 raise ModelError(f"{index_path}: the file of tensor {name!r} is {file_name!r}; it must be a name")
         files: dict[str, SafetensorsFile] = {}
-        for file_name in sorted(set(weight_map.values())):
+        file_names = sorted(set(weight_map.values()))
+        if single_path.is_file() and not any((folder / file_name).is_file() for file_name in file_names):
+            logger.warning("%s is ignored: no file that it names is there, and %s is", index_path, SINGLE_NAME)
+            return self._open_single(single_path)
+        for file_name in file_names:
             if not (folder / file_name).is_file():
                 raise ModelError(f"{folder / file_name} is missing; {INDEX_NAME} names it")
             files[file_name] = SafetensorsFile(folder / file_name)
@@ -135,13 +145,18 @@ class HfCheckpoint:
                 raise ModelError(f"tensor {unlisted[0]!r} in {file.path} is not listed in {INDEX_NAME}")
         return file_of
 
+    @staticmethod
+    def _open_single(path: Path) -> dict[str, SafetensorsFile]:
+        file = SafetensorsFile(path)
+        return dict.fromkeys(file.names, file)
+
 
 class GgufCheckpoint:
     """One GGUF file of architecture llama (which mistral models use too), qwen2 or qwen3."""
 
     def __init__(self, path: Path) -> None:
         self._file = file = GgufFile(path)
-        self.sampling_defaults: Mapping[str, Any] = {}
+        self.sampling_defaults: Mapping[str, Any] = sampling_defaults_from_gguf(file.metadata)
         self.tokenizer_source: TokenizerSource = file.metadata
         if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
             raise ModelError(f"{path} is one of {parts} parts: not supported in this build")
@@ -229,6 +244,16 @@ def _equal(first: np.ndarray, second: np.ndarray) -> bool:
     rows = range(0, len(first), _ROWS_COMPARED)
     parts = ((first[row : row + _ROWS_COMPARED], second[row : row + _ROWS_COMPARED]) for row in rows)
     return all(np.array_equal(a.astype(np.float32), b.astype(np.float32)) for a, b in parts)
+
+
+def no_weights(folder: Path) -> ModelError:
+    """The error for a folder without weights that can be read; it says what to do about those that can't."""
+    hint = ""
+    if (folder / ADAPTER_NAME).is_file():
+        hint = f"; {ADAPTER_NAME} is an adapter's: merge it into its base model, and save that"
+    elif found := [*sorted(folder.glob("pytorch_model*.bin")), *sorted(folder.glob("*.pth"))]:
+        hint = f"; {found[0].name} is in PyTorch's own form: save the model as safetensors"
+    return ModelError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a .gguf file{hint}")
 
 
 def read_json(path: Path) -> dict[str, Any]:

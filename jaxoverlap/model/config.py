@@ -9,12 +9,14 @@ bad text, often after hundreds of tokens.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from jaxoverlap.errors import ModelError
-from jaxoverlap.model.rope import RopeConfig, positive, rope_from_gguf, rope_from_hf
+from jaxoverlap.model.fields import flag, positive, required_int, token_ids, unsupported
+from jaxoverlap.model.rope import RopeConfig, rope_from_gguf, rope_from_hf
 
 logger = logging.getLogger(__name__)
 
@@ -110,8 +112,9 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}; rope needs an even number")
         positive("norm_eps", self.norm_eps)
-        _token_ids("eos_token_ids", self.eos_token_ids)
-        _token_ids("bos_token_id", self.bos_token_id)
+        token_ids("eos_token_ids", self.eos_token_ids)
+        if len(token_ids("bos_token_id", self.bos_token_id)) != 1 and self.bos_token_id is not None:
+            raise ModelError(f"bos_token_id is {self.bos_token_id!r}; it must be one token id")
         if self.rope.frequency_factors and len(self.rope.frequency_factors) != self.head_dim // 2:
             raise ModelError(
                 f"rope frequency factors: {len(self.rope.frequency_factors)} values, "
@@ -146,12 +149,6 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
-def unsupported(field: str, value: Any, allowed: Iterable[Any]) -> ModelError:
-    """The error for a value this build can't compute."""
-    choices = ", ".join(str(choice) for choice in allowed)
-    return ModelError(f"{field} is {value!r}: not supported in this build; allowed: {choices}")
-
-
 def config_from_hf(
     config: Mapping[str, Any],
     generation_config: Mapping[str, Any] | None = None,
@@ -172,9 +169,9 @@ def config_from_hf(
     def get(name: str) -> Any:
         return config[name] if name in config else defaults.get(name)
 
-    hidden_size = _required_int(config, "hidden_size")
-    num_heads = _required_int(config, "num_attention_heads")
-    num_layers = _required_int(config, "num_hidden_layers", _MAX_LAYERS)
+    hidden_size = required_int(config, "hidden_size")
+    num_heads = required_int(config, "num_attention_heads")
+    num_layers = required_int(config, "num_hidden_layers", _MAX_LAYERS)
     if (activation := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise unsupported("hidden_act", activation, ["silu"])
     if (quantization := config.get("quantization_config")) is not None:
@@ -182,27 +179,29 @@ def config_from_hf(
         raise unsupported("quantization_config", method, ["none (bfloat16, float16, float32 weights)", "GGUF files"])
     if config.get("per_layer_config"):
         raise unsupported("per_layer_config", config["per_layer_config"], ["none: all layers are alike"])
-    attention_bias = _flag(config, "attention_bias") and family in ("llama", "qwen3")
-    context = _required_int({**defaults, **config}, "max_position_embeddings")
+    if config.get("is_causal", True) is not True:
+        raise unsupported("is_causal", config["is_causal"], ["true: a token sees those before it"])
+    if isinstance(config.get("auto_map"), Mapping) and "AutoModelForCausalLM" in config["auto_map"]:
+        logger.warning("auto_map: code that comes with a model is not run; it is computed as any %s", family)
+    attention_bias = flag(config, "attention_bias") and family in ("llama", "qwen3")
+    context = required_int({**defaults, **config}, "max_position_embeddings")
     sources = {"eos_token_id": config, "generation_config.json: eos_token_id": generation_config or {}}
-    end_ids = {
-        token_id for name, source in sources.items() for token_id in _token_ids(name, source.get("eos_token_id"))
-    }
+    end_ids = {token_id for name, source in sources.items() for token_id in token_ids(name, source.get("eos_token_id"))}
     return ModelConfig(
         family=family,
-        vocab_size=_required_int(config, "vocab_size"),
+        vocab_size=required_int(config, "vocab_size"),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=get("num_key_value_heads") or num_heads,
-        head_dim=get("head_dim") or hidden_size // num_heads,
-        intermediate_size=_required_int(config, "intermediate_size"),
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        num_kv_heads=num_heads if get("num_key_value_heads") is None else get("num_key_value_heads"),
+        head_dim=hidden_size // num_heads if get("head_dim") is None else get("head_dim"),
+        intermediate_size=required_int(config, "intermediate_size"),
+        norm_eps=positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         rope=rope_from_hf(config, context),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
-        mlp_bias=_flag(config, "mlp_bias") and family == "llama",
+        mlp_bias=flag(config, "mlp_bias") and family == "llama",
         qk_norm=family == "qwen3",
         max_position_embeddings=_hf_context(config, context),
         eos_token_ids=tuple(sorted(end_ids)),
@@ -238,22 +237,23 @@ def config_from_gguf(
     def key(name: str) -> str:
         return f"{architecture}.{name}"
 
-    hidden_size = _required_int(metadata, key("embedding_length"))
-    num_heads = _required_int(metadata, key("attention.head_count"))
+    hidden_size = required_int(metadata, key("embedding_length"))
+    num_heads = required_int(metadata, key("attention.head_count"))
     head_dim = hidden_size // num_heads
     if key("attention.key_length") in metadata:
-        head_dim = _required_int(metadata, key("attention.key_length"))
+        head_dim = required_int(metadata, key("attention.key_length"))
     if metadata.get(key("attention.value_length"), head_dim) != head_dim:
         raise unsupported(key("attention.value_length"), metadata[key("attention.value_length")], [head_dim])
     if metadata.get(key("rope.dimension_count"), head_dim) != head_dim:
         raise unsupported(key("rope.dimension_count"), metadata[key("rope.dimension_count")], [head_dim])
-    if metadata.get(key("expert_count"), 0):
-        raise unsupported(key("expert_count"), metadata[key("expert_count")], [0])
+    for name, allowed in {**_GGUF_COMPUTED, "attention.scale": (0, max(head_dim, 1) ** -0.5)}.items():
+        if not any(_is_about(metadata.get(key(name), value), value) for value in allowed):
+            raise unsupported(key(name), metadata[key(name)], allowed)
     if key("attention.layer_norm_rms_epsilon") not in metadata:
         raise ModelError(f"{key('attention.layer_norm_rms_epsilon')} is missing")
     biases = set(biases)
-    context = _required_int(metadata, key("context_length"))
-    num_layers = _required_int(metadata, key("block_count"), _MAX_LAYERS)
+    context = required_int(metadata, key("context_length"))
+    num_layers = required_int(metadata, key("block_count"), _MAX_LAYERS)
     return ModelConfig(
         family=_FAMILY_OF_GGUF[architecture],
         vocab_size=vocab_size,
@@ -262,7 +262,7 @@ def config_from_gguf(
         num_heads=num_heads,
         num_kv_heads=metadata.get(key("attention.head_count_kv"), num_heads),
         head_dim=head_dim,
-        intermediate_size=_required_int(metadata, key("feed_forward_length")),
+        intermediate_size=required_int(metadata, key("feed_forward_length")),
         norm_eps=metadata[key("attention.layer_norm_rms_epsilon")],
         rope=rope_from_gguf(metadata, architecture, context, frequency_factors),
         tie_word_embeddings=tied,
@@ -275,6 +275,28 @@ def config_from_gguf(
         bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
         windows=_gguf_windows(metadata, architecture, context, num_layers),
     )
+
+
+# Keys that change what is computed, in the words of other architectures: the values under which this build computes it.
+_GGUF_COMPUTED: dict[str, tuple[float, ...]] = {
+    "attention.causal": (True,),
+    "attention.clamp_kqv": (0,),
+    "attention.max_alibi_bias": (0,),
+    "attention.output_scale": (0, 1),
+    "attention.shared_kv_layers": (0,),
+    "attention.temperature_scale": (0,),
+    "attn_logit_softcapping": (0,),
+    "embedding_scale": (0, 1),
+    "expert_count": (0,),
+    "final_logit_softcapping": (0,),
+    "logit_scale": (0, 1),
+    "residual_scale": (0, 1),
+    "use_parallel_residual": (False,),
+}
+
+
+def _is_about(given: Any, value: float) -> bool:
+    return isinstance(given, int | float) and math.isclose(given, value, rel_tol=1e-5)
 
 
 def _hf_family(config: Mapping[str, Any]) -> str:
@@ -293,14 +315,14 @@ def _hf_family(config: Mapping[str, Any]) -> str:
 
 
 def _hf_windows(family: str, config: Mapping[str, Any], window: int | None, num_layers: int) -> tuple[int | None, ...]:
-    """Each layer's window; every family has its own switch."""
-    if family == "llama":
-        return (None,) * num_layers
-    if family != "mistral" and not _flag(config, "use_sliding_window"):
+    """Each layer's window; every family has its own switch, and llama has no windows."""
+    if family == "llama" and window is not None:
+        logger.warning("sliding_window is %r and not used: a llama sees all positions", window)
+    if family == "llama" or (family != "mistral" and not flag(config, "use_sliding_window")):
         window = None
     layer_types = config.get("layer_types")
     if layer_types is None:
-        full = 0 if family == "mistral" else config.get("max_window_layers", 28)
+        full = 0 if window is None or family == "mistral" else config.get("max_window_layers", 28)
         if not isinstance(full, int):
             raise ModelError(f"max_window_layers is {full!r}; it must be an integer")
         return tuple(None if layer < full else window for layer in range(num_layers))
@@ -310,6 +332,8 @@ def _hf_windows(family: str, config: Mapping[str, Any], window: int | None, num_
         if layer_type not in ("full_attention", "sliding_attention"):
             raise unsupported("layer_types", layer_type, ["full_attention", "sliding_attention"])
     if window is None and "sliding_attention" in layer_types:
+        if family == "llama":
+            raise unsupported("layer_types", "sliding_attention", ["full_attention in a llama"])
         switch = "" if family == "mistral" else " with use_sliding_window"
         raise ModelError(f"layer_types has 'sliding_attention', which needs a sliding_window{switch}")
     return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
@@ -322,9 +346,9 @@ def _hf_context(config: Mapping[str, Any], named: int) -> int:
         return named
     if not isinstance(chunks, Mapping):
         raise ModelError(f"dual_chunk_attention_config is {chunks!r}; it must be an object")
-    plain = _required_int(chunks, "chunk_size")
+    plain = required_int(chunks, "chunk_size")
     if chunks.get("original_max_position_embeddings"):
-        plain = min(plain, _required_int(chunks, "original_max_position_embeddings"))
+        plain = min(plain, required_int(chunks, "original_max_position_embeddings"))
     if plain < named:
         logger.warning(
             "dual_chunk_attention_config: not supported in this build; the model's context is %s instead of %s, up to "
@@ -340,36 +364,11 @@ def _gguf_windows(
 ) -> tuple[int | None, ...]:
     """The one window of all layers, which llama (and so mistral) means by the key."""
     name = f"{architecture}.attention.sliding_window"
-    window = _required_int(metadata, name) if metadata.get(name) else None
+    window = required_int(metadata, name) if metadata.get(name) else None
     of_all_layers = architecture == "llama" and f"{name}_pattern" not in metadata
     if window is not None and window < context and not of_all_layers:
         raise unsupported(name, window, ["the window of all layers of a llama", f"{context} and more"])
     return (window,) * num_layers
-
-
-def _required_int(source: Mapping[str, Any], name: str, most: int = 2**31 - 1) -> int:
-    if name not in source:
-        raise ModelError(f"{name} is missing from the model's configuration")
-    value = source[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise ModelError(f"{name} is {value!r}; it must be an integer from 1 to {most}")
-    return value
-
-
-def _flag(source: Mapping[str, Any], name: str) -> bool:
-    value = source.get(name)
-    if not isinstance(value, bool | None):
-        raise ModelError(f"{name} is {value!r}; it must be true or false")
-    return bool(value)
-
-
-def _token_ids(field: str, value: Any) -> list[int]:
-    """One id, a list of them, or none; ModelError names the field if it is something else."""
-    ids = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    for token_id in ids:
-        if not isinstance(token_id, int) or isinstance(token_id, bool) or token_id < 0:
-            raise ModelError(f"{field} is {value!r}; it must be a token id (an integer from 0 on) or a list of them")
-    return ids
 
 
 _GGUF_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "eos_token_ids")
@@ -385,7 +384,7 @@ _GGUF_END_TOKENS = frozenset(
 
 def _gguf_end_ids(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     keys = [f"tokenizer.ggml.{name}" for name in _GGUF_END_KEYS]
-    ids = {token_id for key in keys for token_id in _token_ids(key, metadata.get(key))}
+    ids = {token_id for key in keys for token_id in token_ids(key, metadata.get(key))}
     tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if isinstance(tokens, list) and isinstance(kinds, list):
         # What is wrong with these lists is the tokenizer's to say.

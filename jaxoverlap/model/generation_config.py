@@ -1,4 +1,4 @@
-"""What a model's authors recommend for sampling: generation_config.json, as transformers writes it."""
+"""What a model's authors recommend for sampling: generation_config.json, as transformers writes it, or keys of GGUF."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from jaxoverlap.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_GGUF_NAME_OF_FIELD = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,15 +26,26 @@ def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
     A value that no request may have is ignored with a warning.
     """
+    return _allowed({name: generation_config.get(name) for name in _GGUF_NAME_OF_FIELD}, "generation_config.json")
+
+
+def sampling_defaults_from_gguf(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The same from the keys `general.sampling.*`, which llama.cpp's converter takes from generation_config.json."""
+    values = {name: metadata.get(f"general.sampling.{key}") for name, key in _GGUF_NAME_OF_FIELD.items()}
+    # A float32 is meant to be as short as it was written: 0.6, not 0.6000000238.
+    short = {name: float(f"{value:.7g}") if isinstance(value, float) else value for name, value in values.items()}
+    return _allowed(short, "general.sampling of the GGUF file")
+
+
+def _allowed(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     defaults = {}
-    for name in _FIELDS:
-        value = generation_config.get(name)
+    for name, value in values.items():
         if value is None:
             continue
         try:
             SamplingParams(**{name: value})
         except InvalidRequestError as error:
-            logger.warning("generation_config.json is not followed: %s", error)
+            logger.warning("%s is not followed: %s", source, error)
         else:
             defaults[name] = value
     return defaults

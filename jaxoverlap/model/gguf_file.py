@@ -6,6 +6,8 @@ vocabulary; dequantisation is the package's own. Layout: ggml's docs/gguf.md.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 import mmap
 import struct
@@ -53,7 +55,7 @@ class GgufFile:
       names: the tensors it holds, by their GGUF names.
 
     Raises:
-      ModelError: not a GGUF file of version 2 or 3, truncated, or a name appears twice.
+      ModelError: not a GGUF file of version 2 or 3, truncated, or a name or the place of a tensor appears twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,6 +63,7 @@ class GgufFile:
         self._map = map_file(path)
         self.metadata: dict[str, Any] = {}
         self._entries: dict[str, _Entry] = {}
+        self._begins: list[int] = []
         try:
             self._parse()
         except (struct.error, IndexError, UnicodeDecodeError, RecursionError) as error:
@@ -77,7 +80,7 @@ class GgufFile:
         """The tensor dequantised to float32 (a view of the file where it is float32 there).
 
         Raises:
-          ModelError: truncated, or quantised in a way that can't be decoded.
+          ModelError: truncated, reaching into another tensor, or quantised in a way that can't be decoded.
         """
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
         from gguf.quants import dequantize
@@ -97,6 +100,11 @@ class GgufFile:
             raise ModelError(
                 f"{self.path}: truncated: tensor {name!r} ends at byte {entry.begin + size}, "
                 f"the file has {len(self._map)}"
+            )
+        follower = bisect.bisect_right(self._begins, entry.begin)
+        if entry.begin + size > (next_begin := self._begins[follower] if follower < len(self._begins) else math.inf):
+            raise ModelError(
+                f"{self.path}: tensor {name!r} ends at byte {entry.begin + size}, and another begins at {next_begin}"
             )
         raw = np.frombuffer(self._map, np.uint8, size, entry.begin).reshape(*entry.shape[:-1], row_bytes)
         try:
@@ -132,6 +140,10 @@ class GgufFile:
             if name in self._entries:
                 raise ModelError(f"{self.path}: tensor {name!r} appears twice")
             self._entries[name] = _Entry(shape, ggml_type, data_start + offset)
+        self._begins = sorted(entry.begin for entry in self._entries.values() if 0 not in entry.shape)
+        for first, second in itertools.pairwise(self._begins):
+            if first == second:
+                raise ModelError(f"{self.path}: two tensors begin at byte {first}")
 
 
 class _Cursor:

@@ -31,6 +31,7 @@ from jaxoverlap.model.checkpoint import (
     HfCheckpoint,
     TokenizerSource,
     is_buffer,
+    no_weights,
 )
 from jaxoverlap.model.config import ModelConfig
 from jaxoverlap.model.default_model import NAME, default_model_path
@@ -133,7 +134,7 @@ def open_model(source: str | PathLike[str] | None = None) -> ModelFiles:
     if not path.exists():
         path, name = _download(str(source)), str(source)
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ModelError(f"{path} is neither a folder nor a .gguf file")
         return ModelFiles(path.stem, GgufCheckpoint(path))
     gguf_files = sorted(path.glob("*.gguf"))
@@ -144,7 +145,7 @@ def open_model(source: str | PathLike[str] | None = None) -> ModelFiles:
         names = ", ".join(file.name for file in gguf_files)
         raise ModelError(f"{path} holds {len(gguf_files)} GGUF files; name one: {names}")
     if not gguf_files:
-        raise ModelError(f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME} nor a .gguf file")
+        raise no_weights(path)
     return ModelFiles(gguf_files[0].stem, GgufCheckpoint(gguf_files[0]))
 
 

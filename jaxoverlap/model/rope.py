@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxoverlap.errors import ModelError
+from jaxoverlap.model.fields import positive, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,9 @@ class RopeConfig:
         if not 1 <= self.original_max_position_embeddings <= _LARGEST:
             original = self.original_max_position_embeddings
             raise ModelError(f"original_max_position_embeddings of rope is {original}; it must be an integer from 1 on")
+        for divisor in self.frequency_factors:
+            if not 1 / _LARGEST <= divisor <= _LARGEST:
+                raise ModelError(f"rope frequency factors: {divisor!r} is among them; they must be positive numbers")
         if self.kind == "yarn" and self.theta <= 1:
             raise ModelError(f"rope_theta is {self.theta}; rope type 'yarn' needs more than 1")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
@@ -115,7 +119,7 @@ def rope_from_hf(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     if nested := [name for name, value in parameters.items() if isinstance(value, Mapping)]:
         raise ModelError(f"rope parameters per layer type ({', '.join(nested)}): not supported in this build")
     if kind not in ROPE_KINDS:
-        raise _unknown_kind("rope_type", kind)
+        raise unsupported("rope_type", kind, ROPE_KINDS)
     if ignored := sorted(set(parameters) - {*_OF_EVERY_KIND, *_HF_PARAMETERS[kind]}):
         logger.warning("rope parameters of the model that rope_type %r does not have are ignored: %s", kind, ignored)
 
@@ -203,7 +207,7 @@ def rope_from_gguf(
     if kind == "none":
         return RopeConfig(theta=theta, attention_factor=attention_factor, frequency_factors=frequency_factors)
     if kind not in ("linear", "yarn"):
-        raise _unknown_kind(f"{prefix}scaling.type", kind, ("none", "linear", "yarn"))
+        raise unsupported(f"{prefix}scaling.type", kind, ("none", "linear", "yarn"))
     if kind == "linear":
         return RopeConfig(theta=theta, kind=kind, factor=factor, attention_factor=attention_factor)
     return RopeConfig(
@@ -232,7 +236,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
         return _llama3(plain, rope)
     if rope.kind == "yarn":
         return _yarn(powers, rope, head_dim)
-    raise _unknown_kind("rope kind", rope.kind)
+    raise unsupported("rope kind", rope.kind, ROPE_KINDS)
 
 
 def _llama3(plain: np.ndarray, rope: RopeConfig) -> np.ndarray:
@@ -284,14 +288,3 @@ def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise ModelError(f"{name} is {given!r}; it must be an object")
     return given
-
-
-def positive(field: str, value: Any) -> float:
-    """`value` as a float; ModelError names the field if it is no positive finite number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ModelError(f"{field} is {value!r}; it must be a positive number")
-    return float(value)
-
-
-def _unknown_kind(field: str, kind: Any, allowed: tuple[str, ...] = ROPE_KINDS) -> ModelError:
-    return ModelError(f"{field} is {kind!r}: not supported in this build; allowed: {', '.join(allowed)}")

@@ -24,7 +24,9 @@ _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 def from_folder(folder: Path) -> Tokenizer:
     """See `Tokenizer.from_folder`."""
-    config = {**_read_json(folder / "special_tokens_map.json"), **_read_json(folder / "tokenizer_config.json")}
+    config = _read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # the older form, where this file has the last word
+        config |= _read_json(folder / "special_tokens_map.json")
     names = _named_tokens(config)
     path = folder / "tokenizer.json"
     if path.is_file():
@@ -98,12 +100,11 @@ def _added_contents(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _more_special_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Those without a role; in the newer spelling they may have names, which templates see."""
+    """Those without a role, in either spelling."""
     found = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(found, list | dict):
         raise _wrong("additional_special_tokens", found, "a list of tokens")
-    tokens = found.values() if isinstance(found, dict) else found
-    return [_content("additional_special_tokens", token) for token in tokens]
+    return [] if isinstance(found, dict) else [_content("additional_special_tokens", token) for token in found]
 
 
 def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -140,8 +141,16 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Tokens by role, from either spelling: plain text, or an object with its content."""
-    return {name: _content(name, config[name]) for name in _NAMES if config.get(name)}
+    """Tokens by role, from either spelling: plain text, or an object with its content. Templates see all of them.
+
+    As in transformers the roles of a model's own are the other fields that end in `_token`, and those of an object of
+    extra tokens.
+    """
+    own = {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str | dict)}
+    for field in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
+        own |= config[field] if isinstance(config.get(field), dict) else {}
+    tokens = {name: config.get(name) for name in _NAMES} | {n: t for n, t in own.items() if n not in _NAMES}
+    return {name: _content(name, token) for name, token in tokens.items() if token}
 
 
 def _content(name: str, token: Any) -> str:

@@ -34,8 +34,9 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if (model := get("model")) != "gpt2":
         raise ModelError(f"tokenizer.ggml.model is {model!r}: not supported in this build; allowed: gpt2 (BPE)")
     tokens, types, merges = get("tokens"), get("token_type"), get("merges")
-    if not tokens or types is None or merges is None or len(tokens) != len(types):
-        raise ModelError("tokenizer.ggml: tokens, token_type (one per token) and merges are needed")
+    lists = all(isinstance(given, list) for given in (tokens, types, merges))
+    if not (lists and tokens and len(tokens) == len(types) and all(isinstance(token, str) for token in tokens)):
+        raise ModelError("tokenizer.ggml: tokens (texts), token_type (one per token) and merges are needed")
     vocab = {token: token_id for token_id, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
         raise ModelError("tokenizer.ggml.tokens: a token appears twice")
@@ -86,6 +87,8 @@ _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown
 
 def _pre_tokenizer(pre: str | None) -> pre_tokenizers.PreTokenizer:
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if not isinstance(pre, str | None):
+        raise ModelError(f"tokenizer.ggml.pre is {pre!r}; it must be a name")
     if pre == "gpt-2":
         return byte_level
     if pre == "smollm":
@@ -120,4 +123,8 @@ def _pair(merge: str) -> tuple[str, str]:
 def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
     templates = {"default": metadata[_TEMPLATE_KEY]} if _TEMPLATE_KEY in metadata else {}
     prefix = f"{_TEMPLATE_KEY}."
-    return templates | {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
+    templates |= {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
+    for name, template in templates.items():
+        if not isinstance(template, str):
+            raise ModelError(f"{_TEMPLATE_KEY}: the template {name!r} is {template!r}; it must be a text")
+    return templates

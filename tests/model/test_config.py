@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import transformers
 
@@ -90,12 +91,18 @@ def test_family_features():
         ({"dual_chunk_attention_config": {"local_size": 8}}, "chunk_size is missing"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
         ({"bos_token_id": "1"}, "bos_token_id is '1'"),
+        ({"bos_token_id": [1, 2]}, r"bos_token_id is \[1, 2\]; it must be one"),
+        ({"is_causal": False}, "is_causal is False.*allowed: true"),
+        ({"is_causal": None}, "is_causal is None"),
+        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 8}, "layer_types is 'sliding_attention'.*llama"),
+        ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
+        ({"head_dim": 0}, "head_dim is 0"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type is 'dynamic'"),
         ({"num_key_value_heads": 3}, "num_kv_heads is 3.*divide the 4"),
         ({"head_dim": 15}, "head_dim is 15"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"rms_norm_eps": None}, "norm_eps is None"),
+        ({"rms_norm_eps": None}, "rms_norm_eps is None"),
         ({"max_position_embeddings": None}, "max_position_embeddings is None"),
         ({"eos_token_id": [-1]}, r"eos_token_id is \[-1\]"),
     ],
@@ -245,6 +252,13 @@ def test_gguf_vocabulary_is_the_table_s_not_the_metadata_s():
             "sliding_window is 128.*window of all layers",
         ),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.attention.causal": False}, r"llama\.attention\.causal is False.*allowed: True"),
+        ({"llama.attention.scale": 0.5}, r"llama\.attention\.scale is 0\.5.*allowed: 0, 0\.25"),
+        ({"llama.attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50"),
+        ({"llama.final_logit_softcapping": 30.0}, "final_logit_softcapping is 30"),
+        ({"llama.logit_scale": 0.25}, "logit_scale is 0.25"),
+        ({"llama.residual_scale": 0.22}, "residual_scale is 0.22"),
+        ({"llama.embedding_scale": 12.0}, "embedding_scale is 12"),
     ],
 )
 def test_gguf_that_can_not_be_computed_is_refused(fields, named):
@@ -252,11 +266,25 @@ def test_gguf_that_can_not_be_computed_is_refused(fields, named):
         config_from_gguf({**GGUF, **fields}, vocab_size=100, tied=True)
 
 
+def test_gguf_keys_that_say_what_is_computed_anyway_are_no_obstacle():
+    scale = float(np.float32(16**-0.5))
+    plain = {"attention.causal": True, "attention.scale": scale, "logit_scale": 1.0, "residual_scale": 0.0}
+    metadata = {**GGUF, **{f"llama.{name}": value for name, value in plain.items()}}
+    assert config_from_gguf(metadata, vocab_size=100, tied=True) == config_from_gguf(GGUF, vocab_size=100, tied=True)
+
+
+def test_what_transformers_does_not_follow_either_is_not_followed_with_a_warning(caplog):
+    code = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    assert config_from_hf(hf(sliding_window=128, auto_map=code, is_causal=True)) == config_from_hf(hf())
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "auto_map" in caplog.text and "sliding_window is 128" in caplog.text
+
+
 WRONG = [None, "x", "", [], [None], [1, "x"], {}, {"a": 1}, 1.5, 0.5, -1, 0, 1, True, 10**30, 1e300, math.nan, math.inf]
 HF_FIELDS = [*HF, "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "quantization_config",
              "eos_token_id", "bos_token_id", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor",
              "use_sliding_window", "sliding_window", "layer_types", "max_window_layers", "per_layer_config",
-             "dual_chunk_attention_config", "original_max_position_embeddings"]  # fmt: skip
+             "dual_chunk_attention_config", "original_max_position_embeddings", "is_causal", "auto_map"]  # fmt: skip
 ROPE_FIELDS = ["rope_type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate",
                "attention_factor", "mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"]  # fmt: skip
 

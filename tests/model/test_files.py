@@ -194,6 +194,21 @@ def test_a_tensor_or_key_twice_is_refused(tiny_gguf, tmp_path):
         GgufFile(path)
 
 
+@pytest.mark.parametrize(
+    ("shift", "named"), [(0, "two tensors begin at byte"), (32, r"'token_embd\.weight' ends at byte .*another begins")]
+)
+def test_gguf_tensors_that_overlap_are_refused(tiny_gguf, tmp_path, shift, named):
+    content = bytearray(tiny_gguf.read_bytes())
+    embedding, norm = (
+        content.index(struct.pack("<Q", len(n)) + n) for n in (b"token_embd.weight", b"blk.0.attn_norm.weight")
+    )
+    (begin,) = struct.unpack_from("<Q", content, embedding + 8 + len(b"token_embd.weight") + 4 + 2 * 8 + 4)
+    struct.pack_into("<Q", content, norm + 8 + len(b"blk.0.attn_norm.weight") + 4 + 8 + 4, begin + shift)
+    (tmp_path / "f.gguf").write_bytes(content)
+    with pytest.raises(ModelError, match=named):
+        GgufFile(tmp_path / "f.gguf").read("token_embd.weight")
+
+
 def gguf_with(key: str, kind: int, value: bytes) -> bytes:
     """A file of one key and no tensors."""
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -206,6 +207,18 @@ def test_stray_files_beside_shards_are_ignored(sharded):
     assert same_bits(load_model(sharded).weights, expected)
 
 
+def test_an_index_of_files_that_are_gone_is_ignored_beside_a_whole_model(sharded, caplog):
+    model = make_model("llama", seed=1)
+    model.save_pretrained(sharded)  # removes the shards, and leaves their index
+    assert not shards_of(sharded) and (sharded / "model.safetensors.index.json").is_file()
+    embedding = load_model(sharded).weights["params"]["embedding"]
+    assert np.array_equal(embedding, model.model.embed_tokens.weight.detach().numpy())
+    assert "index.json is ignored" in caplog.text
+    (sharded / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"model-00001-of-\d+\.safetensors is missing; .*index\.json names it"):
+        load_model(sharded)
+
+
 def test_a_tensor_that_is_not_where_the_index_says_is_named(sharded):
     first, second = shards_of(sharded)[:2]
     name = next(iter(load_file(first)))
@@ -326,6 +339,21 @@ def test_gguf_vocabulary_is_the_table_s(tmp_path):
     assert load_model(path).config.vocab_size == VOCAB_SIZE
 
 
+def test_gguf_says_what_its_authors_recommend_for_sampling(tmp_path, caplog):
+    model = make_model("llama")
+    keys = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 7.0, "penalty_repeat": 1.05, "mirostat": 0}
+    metadata = gguf_metadata(model) | {f"general.sampling.{key}": value for key, value in keys.items()}
+    path = write_gguf(tmp_path / "tiny.gguf", metadata, gguf_tensors(model))
+    expected = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    assert open_model(path).sampling_defaults == expected
+    assert "general.sampling of the GGUF file is not followed: min_p: 7" in caplog.text
+
+
+def test_a_gguf_file_may_be_named_in_capitals(tmp_path):
+    path = save_gguf(make_model("llama"), tmp_path / "tiny.gguf")
+    assert open_model(path.rename(tmp_path / "TINY.GGUF")).name == "TINY"
+
+
 def test_gguf_parts_are_refused(tmp_path):
     with pytest.raises(ModelError, match="one of 3 parts"):
         load_model(gguf_with(tmp_path, lambda tensors: None, {"split.count": 3}))
@@ -386,6 +414,36 @@ def test_an_unreadable_config_is_named_whether_there_are_weights_or_not(folder):
 def test_a_config_without_weights_says_that_they_are_missing(folder):
     (folder / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"has neither model\.safetensors nor"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("adapter_config.json", "adapter_config.json is an adapter's: merge it"),
+        ("pytorch_model-00001-of-00002.bin", "pytorch_model-00001-of-00002.bin is in PyTorch's own form"),
+        ("consolidated.00.pth", "consolidated.00.pth is in PyTorch's own form"),
+    ],
+)
+@pytest.mark.parametrize("config", [True, False])
+def test_weights_in_other_forms_are_refused_by_name(folder, name, hint, config):
+    (folder / "model.safetensors").unlink()
+    if not config:
+        (folder / "config.json").unlink()
+    (folder / name).write_text("{}")
+    with pytest.raises(ModelError, match=rf"has neither model\.safetensors nor .*\.gguf file; {re.escape(hint)}"):
+        load_model(folder)
+
+
+def test_an_adapter_beside_a_model_is_not_applied_with_a_warning(folder, caplog):
+    (folder / "adapter_config.json").write_text("{}")
+    load_model(folder)
+    assert "adapter_config.json: the adapter is not applied" in caplog.text
+
+
+def test_weights_of_another_name_in_the_configuration_are_refused(tmp_path):
+    folder = save_folder(make_model("llama"), tmp_path, config={"transformers_weights": "other.safetensors"})
+    with pytest.raises(ModelError, match=r"transformers_weights is 'other\.safetensors'"):
         load_model(folder)
 
 

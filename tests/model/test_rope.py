@@ -236,6 +236,12 @@ def test_gguf_rope_keys_that_are_not_computed_are_refused(scaling, named):
         gguf(**scaling)
 
 
+@pytest.mark.parametrize("divisor", [0.0, -1.0, float("nan"), float("inf")])
+def test_frequency_factors_that_give_no_frequencies_are_refused(divisor):
+    with pytest.raises(ModelError, match=r"rope frequency factors: .* must be positive"):
+        rope_from_gguf({}, "llama", 8192, (1.0, divisor))
+
+
 def test_frequency_factors_divide():
     plain = inverse_frequencies(RopeConfig(), 4)
     np.testing.assert_array_equal(inverse_frequencies(RopeConfig(frequency_factors=(1.0, 8.0)), 4), plain / [1, 8])

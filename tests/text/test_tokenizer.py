@@ -13,6 +13,7 @@ import transformers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxoverlap.errors import InvalidRequestError, ModelError
+from jaxoverlap.prompts import ChatPrompt
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.text.tokenizer_gguf import from_gguf
 from tests.tiny_models import make_tokenizer, save_tokenizer, tokenizer_metadata
@@ -155,7 +156,11 @@ def test_llama_bpe_takes_whole_words_before_merges_and_begins_with_bos():
         ({"pre": "deepseek-llm"}, "tokenizer.ggml.pre is 'deepseek-llm'.*allowed: gpt-2, llama-bpe, qwen2, smollm"),
         ({"pre": "default"}, "tokenizer.ggml.pre is 'default'"),
         ({"pre": None}, "tokenizer.ggml.pre is None"),
+        ({"pre": ["qwen2"]}, r"tokenizer.ggml.pre is \['qwen2'\]; it must be a name"),
         ({"merges": None}, "merges are needed"),
+        ({"tokens": 1.5}, "tokens .texts.*are needed"),
+        ({"token_type": 1}, "token_type .*are needed"),
+        ({"tokens": ["a", []], "token_type": [1, 1]}, "tokens .texts.*are needed"),
         ({"token_type": [1]}, "one per token"),
         ({"tokens": ["a", "a"], "token_type": [1, 1]}, "a token appears twice"),
         ({"merges": ["zz yy"]}, "can't be built"),
@@ -166,6 +171,12 @@ def test_gguf_tokenizers_that_can_not_be_rebuilt_are_refused(change, named):
     metadata = tokenizer_metadata(make_tokenizer()) | {f"tokenizer.ggml.{k}": v for k, v in change.items()}
     with pytest.raises(ModelError, match=named):
         from_gguf(metadata)
+
+
+@pytest.mark.parametrize("key", ["tokenizer.chat_template", "tokenizer.chat_template.tool_use"])
+def test_a_gguf_chat_template_that_is_no_text_is_refused(key):
+    with pytest.raises(ModelError, match=r"tokenizer\.chat_template: the template '\w+' is 5; it must be a text"):
+        from_gguf(tokenizer_metadata(make_tokenizer()) | {key: 5})
 
 
 # BOS
@@ -245,6 +256,9 @@ ADDED = {
     "additional": {"additional_special_tokens": ["<tool>", "<|new|>"]},
     "objects": {"additional_special_tokens": [{**NEW, "__type": "AddedToken"}]},
     "extra": {"extra_special_tokens": ["<|new|>"]},
+    "a role of its own": {"image_token": "<|new|>", "prefix_token": "<|newer|>"},
+    "extra with roles": {"extra_special_tokens": {"image_token": "<|new|>"}, "audio_token": "<|newer|>"},
+    "an object": {"image_token": {"content": "<|new|>", "__type": "AddedToken"}, "add_bos_token": True},
     "a role": {"pad_token": "<|new|>", "eos_token": {"content": "<|newer|>", "__type": "AddedToken"}},
     "split": {"split_special_tokens": True},
     "added_tokens.json": {},
@@ -263,6 +277,26 @@ def test_tokens_that_tokenizer_json_lacks_are_those_of_transformers(tmp_path, na
     for skip in (True, False):
         assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
     assert ours.eos_token_ids == (theirs.eos_token_id,)
+
+
+@pytest.mark.parametrize("added", [{}, {"added_tokens_decoder": {"2": {"content": "</s>", "special": True}}}], ids=len)
+def test_special_tokens_map_counts_in_the_older_form_only(tmp_path, added):
+    folder = save_tokenizer(
+        make_tokenizer(),
+        tmp_path,
+        bos_token="",
+        image_token="<tool>",
+        chat_template="{{ bos_token }}{{ image_token }}{{ cls_token }}{{ eos_token }}",
+        **added,
+    )
+    roles = {"bos_token": {"content": "<s>", "lstrip": False}, "cls_token": "<unk>", "eos_token": "<|im_end|>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(roles))
+    ours, theirs = Tokenizer.from_folder(folder), hf(folder)
+    assert ours.eos_token_ids == (theirs.eos_token_id,) == ((2,) if added else (4,))
+    messages = [{"role": "user", "content": "hi"}]
+    assert ours.apply_chat_template(ChatPrompt(messages=messages)) == theirs.apply_chat_template(
+        messages, return_dict=False
+    )
 
 
 @pytest.mark.parametrize("token_id", [3, NEW_ID + 1])
