@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -346,10 +347,13 @@ def test_a_bad_setting_names_itself(monkeypatch, setting, value):
         ({"max_mixed_tokens": 9, "schedule": "serial", "mixed_steps": True}, None),
         ({"min_prefill_tokens": 64, "deterministic": True}, "min_prefill_tokens"),
         ({"schedule": "timeslice", "deterministic": True}, None),
+        ({"gpu_memory_fraction": 0.5}, "gpu_memory_fraction"),
+        ({"watchdog_seconds": math.inf, "watchdog_exit_seconds": 9.0}, "watchdog_exit_seconds"),
+        ({"watchdog_seconds": math.inf, "watchdog_exit_seconds": math.inf}, None),
     ],
 )
 def test_settings_without_effect_beside_the_others_are_known(settings, idle):
-    assert list(EngineConfig(**settings).without_effect) == ([] if idle is None else [idle])
+    assert list(EngineConfig(**settings).without_effect("cpu")) == ([] if idle is None else [idle])
 
 
 def test_an_order_by_the_cache_needs_a_cache():

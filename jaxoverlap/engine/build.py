@@ -85,7 +85,7 @@ def build_engine(
         context_per_token=context_per_token(shape),
     )
     logger.info("%s, KV %s, on %s: %s", dtype.name, kv_dtype_name(kv_dtype), device, resolved.describe())
-    for name, why in config.without_effect.items():
+    for name, why in config.without_effect(device.platform).items():
         logger.warning("%s has no effect: %s", name, why)
     if resolved.shortfall:
         logger.warning(resolved.shortfall)
