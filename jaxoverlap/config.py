@@ -318,7 +318,7 @@ class ResolvedConfig:
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str | bool | None, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str | bool | None) or value not in allowed:  # 1 would be in (True, False)
         raise ConfigError(f"{name}: {shortened(value)} is not allowed; use one of {', '.join(map(str, allowed))}")
 
 
@@ -328,5 +328,10 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _check_fraction(name: str, value: Any, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        good = good and 0 < float(value) <= high
+    except OverflowError:  # an integer beyond the largest float
+        good = False
+    if not good:
         raise ConfigError(f"{name}: {shortened(value)} is not allowed; use a number above 0, at most {high:g}")

@@ -13,7 +13,7 @@ from typing import Any
 
 import grpc
 
-from jaxoverlap.errors import ConfigError
+from jaxoverlap.errors import ConfigError, shortened
 from jaxoverlap.wire.certificates import check_certificate_bytes, check_key, check_key_bytes
 
 DEFAULT_TARGET = "127.0.0.1:50051"
@@ -95,7 +95,7 @@ class ClientConfig:
             raise _not_allowed("server_name", name, "the name in the server's certificate, or None")
         if name is not None and not self.has_tls:
             raise ConfigError("server_name: there is no certificate without TLS; set tls as well")
-        if isinstance(self.token, str):
+        if self.token is not None and not callable(self.token):
             _check_token(self.token)
         _check_metadata(self.metadata)
         if self.token is not None and not (self.has_tls or self.allow_plaintext_token or _is_local(self.target)):
@@ -209,8 +209,11 @@ def _shown(pem: Pem | None) -> str:
 
 
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _not_allowed(name: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"{name}: {value!r} is not allowed; use {allowed}")
+    return ConfigError(f"{name}: {shortened(value)} is not allowed; use {allowed}")

@@ -231,6 +231,8 @@ def test_a_server_that_vanishes_during_a_long_silence_is_noticed(connect, monkey
         ({"server_name": "x"}, "^server_name: "),
         ({"token": "a\nb"}, "^token: "),
         ({"token": ""}, "^token: "),
+        ({"token": b"secret"}, "^token: it must be printable ASCII"),
+        ({"timeout": 10**400}, "^timeout: 1000"),
         ({"root_certificates": "no/such.pem"}, "^root_certificates: no/such.pem: No such file"),
         ({"root_certificates": b""}, "^root_certificates: the bytes: there is no certificate in PEM format in it"),
         ({"root_certificates": os.devnull}, "^root_certificates: /dev/null: there is no certificate"),
