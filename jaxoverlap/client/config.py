@@ -90,10 +90,12 @@ class ClientConfig:
             raise _not_allowed("max_message_mib", self.max_message_mib, "a number above 0, at most 1024")
         if (self.client_certificate is None) != (self.client_key is None):
             raise ConfigError("client_certificate and client_key go together")
-        name = self.server_name
-        if name is not None and not (isinstance(name, str) and name and name.isascii() and name.isprintable()):
-            raise _not_allowed("server_name", name, "the name in the server's certificate, or None")
-        if name is not None and not self.has_tls:
+        server = self.server_name
+        if server is not None and not (
+            isinstance(server, str) and server and server.isascii() and server.isprintable()
+        ):
+            raise _not_allowed("server_name", server, "the name in the server's certificate, or None")
+        if server is not None and not self.has_tls:
             raise ConfigError("server_name: there is no certificate without TLS; set tls as well")
         if self.token is not None and not callable(self.token):
             _check_token(self.token)

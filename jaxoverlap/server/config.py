@@ -95,9 +95,9 @@ class ServerConfig:
             _check_real(name, getattr(self, name), most)
         if self.grace != 0:
             _check_real("grace", self.grace, math.inf)
-        name = self.served_name
-        if name is not None and not (isinstance(name, str) and name and name.isprintable()):
-            raise ConfigError(f"served_name: {name!r} is not allowed; use a printable name, or leave it out")
+        served = self.served_name
+        if served is not None and not (isinstance(served, str) and served and served.isprintable()):
+            raise ConfigError(f"served_name: {served!r} is not allowed; use a printable name, or leave it out")
         for name, allowed in (("log_level", LEVELS), ("log_format", FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; use one of {', '.join(allowed)}")
