@@ -44,7 +44,8 @@ def check_bool(name: str, value: Any) -> None:
 
 def check_ids(name: str, ids: Any) -> tuple[int, ...]:
     """Token ids as a tuple, each once, in their order. The vocabulary's end is checked where it is known."""
-    if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | np.ndarray | set | frozenset):
+    is_list = isinstance(ids, Sequence | np.ndarray | set | frozenset) and not isinstance(ids, str | bytes)
+    if not is_list or (isinstance(ids, np.ndarray) and ids.ndim != 1):
         raise InvalidRequestError(name, ids, "use a list of token ids")
     if has_only(ids, int) and are_ids(ids):
         return tuple(dict.fromkeys(ids))

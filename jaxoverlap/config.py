@@ -187,9 +187,8 @@ class EngineConfig:
                 "prompt_wait_ms: inf is not allowed with cache_aware_order; it bounds how long others pass"
             )
 
-    @property
-    def without_effect(self) -> dict[str, str]:
-        """Settings that change nothing beside the others, and why."""
+    def without_effect(self, platform: str | None = None) -> dict[str, str]:
+        """Settings that change nothing beside the others, and why; with a platform also those that are for others."""
         is_mixed = PRESETS[self.schedule].mixed_steps if self.mixed_steps is None else self.mixed_steps
         found: dict[str, str] = {}
         if is_mixed:
@@ -198,6 +197,10 @@ class EngineConfig:
             found["max_mixed_tokens"] = "prompts have steps of their own"
         if self.deterministic:
             found["min_prefill_tokens"] = "a deterministic engine has one step"
+        if math.isinf(self.watchdog_seconds) and self.watchdog_exit_seconds not in (None, math.inf):
+            found["watchdog_exit_seconds"] = "watchdog_seconds is infinite"
+        if platform == "cpu":
+            found["gpu_memory_fraction"] = "there is no GPU"
         defaults = type(self)
         return {name: why for name, why in found.items() if getattr(self, name) != getattr(defaults, name)}
 
@@ -315,7 +318,7 @@ class ResolvedConfig:
 
 
 def _check_choice(name: str, value: Any, allowed: tuple[str | bool | None, ...]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str | bool | None) or value not in allowed:  # 1 would be in (True, False)
         raise ConfigError(f"{name}: {shortened(value)} is not allowed; use one of {', '.join(map(str, allowed))}")
 
 
@@ -325,5 +328,10 @@ def _check_int(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _check_fraction(name: str, value: Any, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= high:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    try:
+        good = good and 0 < float(value) <= high
+    except OverflowError:  # an integer beyond the largest float
+        good = False
+    if not good:
         raise ConfigError(f"{name}: {shortened(value)} is not allowed; use a number above 0, at most {high:g}")

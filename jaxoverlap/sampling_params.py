@@ -202,6 +202,10 @@ class SamplingParams:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 allowed = f"use a text of 1 to {MAX_STOP_CHARS} characters"
                 raise InvalidRequestError(f"stop[{index}]", text, allowed)
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # it could never be found
+                raise InvalidRequestError(f"stop[{index}]", text, "use valid Unicode") from None
         object.__setattr__(self, "stop", tuple(dict.fromkeys(stops)))
 
     @property

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 import signal
 import threading
 import time
@@ -26,6 +28,7 @@ from jaxoverlap import llm as llm_module
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import BuiltEngine
 from jaxoverlap.engine.engine import Engine
+from jaxoverlap.errors import shortened
 from jaxoverlap.text.tokenizer import Tokenizer
 from tests.fakes import VOCAB_SIZE, ToyRunner, oracle
 
@@ -328,11 +331,14 @@ def test_closed_is_closed(llm):
         ("model", 5),
         ("model", ""),
         ("compile_cache", 5),
+        ("prefix_cache", 0),
+        ("deterministic", 1),
+        ("decode_wait_ms", 10**400),
     ],
 )
 def test_a_bad_setting_names_itself(monkeypatch, setting, value):
     monkeypatch.setattr(llm_module, "build_engine", toy_build)
-    with pytest.raises(ConfigError, match=f"^{setting}: {value!r} is not allowed"):
+    with pytest.raises(ConfigError, match=f"^{setting}: {re.escape(shortened(value))} is not allowed"):
         LLM(**{setting: value})
 
 
@@ -346,10 +352,13 @@ def test_a_bad_setting_names_itself(monkeypatch, setting, value):
         ({"max_mixed_tokens": 9, "schedule": "serial", "mixed_steps": True}, None),
         ({"min_prefill_tokens": 64, "deterministic": True}, "min_prefill_tokens"),
         ({"schedule": "timeslice", "deterministic": True}, None),
+        ({"gpu_memory_fraction": 0.5}, "gpu_memory_fraction"),
+        ({"watchdog_seconds": math.inf, "watchdog_exit_seconds": 9.0}, "watchdog_exit_seconds"),
+        ({"watchdog_seconds": math.inf, "watchdog_exit_seconds": math.inf}, None),
     ],
 )
 def test_settings_without_effect_beside_the_others_are_known(settings, idle):
-    assert list(EngineConfig(**settings).without_effect) == ([] if idle is None else [idle])
+    assert list(EngineConfig(**settings).without_effect("cpu")) == ([] if idle is None else [idle])
 
 
 def test_an_order_by_the_cache_needs_a_cache():

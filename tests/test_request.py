@@ -68,6 +68,20 @@ def test_the_edges_are_allowed():
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), stop_token_ids=np.array([1, 2]))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("stop", ["fine", "never \udcff"]),
+        ("stop_token_ids", np.array(3)),
+        ("banned_token_ids", np.array([[3]])),
+        ("allowed_token_ids", np.array(0.5)),
+    ],
+)
+def test_texts_that_are_none_and_arrays_that_are_no_lists_are_refused(field, value):
+    with pytest.raises(InvalidRequestError, match=f"^{field}"):
+        SamplingParams(**{field: value})
+
+
 def test_from_dict_tells_unknown_from_not_built():
     with pytest.raises(InvalidRequestError, match="temprature"):
         SamplingParams.from_dict({"temprature": 1})

@@ -10,10 +10,15 @@ import typer
 
 from jaxoverlap.cli.command import FAILED, OK, say
 from jaxoverlap.cli.inspect_step import Gpu, KvCacheDtype, Model, PageSize
-from jaxoverlap.config import KV_CACHE_DTYPES
+from jaxoverlap.config import KV_CACHE_DTYPES, MAX_MODEL_LEN, MAX_RUNNING
 
-Rows = Annotated[list[int] | None, typer.Option("--rows", min=1, help="Rows that decode; may be given several times.")]
-Longest = Annotated[int, typer.Option("--max-model-len", min=1, help="Positions that a row may read.")]
+Rows = Annotated[
+    list[int] | None,
+    typer.Option("--rows", min=1, max=MAX_RUNNING, help="Rows that decode; may be given several times."),
+]
+Longest = Annotated[
+    int, typer.Option("--max-model-len", min=1, max=MAX_MODEL_LEN, help="Positions that a row may read.")
+]
 Candidates = Annotated[int, typer.Option("--candidates", min=1, help="Tilings to try for each, by preference.")]
 Timed = Annotated[bool, typer.Option("--time", help="Time what fits, on this machine's GPU; else the first one wins.")]
 Write = Annotated[bool, typer.Option("--write", help="Keep what was found in the package, where the kernels look.")]

@@ -152,12 +152,19 @@ def answer_file(
     retry_errors: bool,
     quiet: bool,
 ) -> int:
-    """Answers a file and returns the exit code; `answering` is entered when the files are open."""
+    """Answers a file and returns the exit code; `answering` is entered when the files are open.
+
+    Raises:
+      CommandError: options that contradict each other, or a file that can't be used.
+    """
+    if overwrite and retry_errors:
+        raise command.CommandError("--retry-errors goes by the output's content, --overwrite forgets it; use one")
     with (
         open_input(source) as file,
         open_output(target, file, overwrite=overwrite, retry_errors=retry_errors) as output,
         answering as answerer,
     ):
+        output.begin()
         run = BatchRun(
             read_lines(file, source),
             output,

@@ -15,6 +15,7 @@ import os
 import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import FileIO
 from pathlib import Path
@@ -84,23 +85,42 @@ class Answered:
 class BatchOutput:
     """Takes whole lines, and writes them through.
 
+    Nothing is lost, and nothing left behind, if it ends before `begin`.
+
     Args:
       name: for error messages.
       file: where to, unbuffered.
+      overwrite: `begin` forgets what it holds.
+      is_new: the file was not there before.
 
     Attributes:
       answered: what it held when it was opened.
     """
 
-    def __init__(self, name: str, file: FileIO, answered: Answered) -> None:
+    def __init__(
+        self, name: str, file: FileIO, answered: Answered, *, overwrite: bool = False, is_new: bool = False
+    ) -> None:
         self.name = name
         self.answered = answered
         self._file = file
+        self._overwrite, self._is_new = overwrite, is_new
+        self._has_begun = False
         self._is_on_disk = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
         self._synced = time.monotonic()
 
+    def begin(self) -> None:
+        """To be called when lines can be answered; `write` does it as well. Raises CommandError if it can't be
+        written."""
+        if self._overwrite and not self._has_begun:
+            try:
+                self._file.truncate(0)
+            except OSError as error:
+                raise _failed(self.name, error) from error
+        self._has_begun = True
+
     def write(self, line: bytes) -> None:
         """Raises BrokenPipeError when the reader of a pipe has gone, CommandError for what else can happen."""
+        self.begin()
         try:
             rest = memoryview(line)
             while rest:
@@ -127,6 +147,9 @@ class BatchOutput:
         except OSError as error:
             raise _failed(self.name, error) from error
         finally:
+            if self._is_new and not self._has_begun:
+                with suppress(OSError):
+                    os.unlink(self.name)
             self._file.close()
 
 
@@ -135,7 +158,7 @@ def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: b
 
     Args:
       source: the input, which must not be the same file.
-      overwrite: forget what it holds.
+      overwrite: forget what it holds, once it begins.
       retry_errors: count errors in it that may pass as not answered.
 
     Raises:
@@ -148,20 +171,20 @@ def open_output(name: str, source: BinaryIO, *, overwrite: bool, retry_errors: b
             stdout = standard_output().fileno()
             _refuse_same_file(name, os.fstat(stdout), source)
             return BatchOutput("standard output", open(stdout, "wb", buffering=0, closefd=False), answered)
+        was_there = os.path.lexists(name)
         file = open(name, "ab", buffering=0)  # noqa: SIM115
         try:
             found = os.fstat(file.fileno())
             _refuse_same_file(name, found, source)
             if stat.S_ISREG(found.st_mode):
                 _lock(name, file)
-                if overwrite:
-                    file.truncate(0)
-                else:
+                if not overwrite:
                     _recover(Path(name), answered, retry_errors)
         except BaseException:
             file.close()
             raise
-        return BatchOutput(name, file, answered)
+        is_file = stat.S_ISREG(found.st_mode)
+        return BatchOutput(name, file, answered, overwrite=overwrite and is_file, is_new=is_file and not was_there)
     except OSError as error:
         raise _failed(name, error) from error
 

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import signal
+import stat
 import sys
 import threading
 import warnings
@@ -26,9 +27,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO
 import typer
 from rich.console import Console
 
-from jaxoverlap.cli.options import expand_groups
+from jaxoverlap.cli.options import beside, expand_groups
 from jaxoverlap.config import EngineConfig
-from jaxoverlap.errors import JaxOverlapError
+from jaxoverlap.errors import JaxOverlapError, shortened
 
 if TYPE_CHECKING:
     from jaxoverlap.llm import LLM
@@ -86,9 +87,29 @@ def say(text: str) -> None:
     print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
 
 
+def print_path(path: str) -> None:
+    """A file's name as a line of standard output, whatever its bytes are."""
+    out = standard_output()
+    out.flush()
+    out.buffer.write(os.fsencode(path) + b"\n")
+    out.buffer.flush()
+
+
 def writable(path: str | None) -> str | None:
-    if path is not None and (os.path.isdir(path) or not os.path.isdir(os.path.dirname(path) or ".")):
-        raise typer.BadParameter(f"{path!r} is not a file in a folder that is there")
+    """For options that name a file to be written when the work is done: says before it if that can't be."""
+    if path is None:
+        return None
+    try:
+        is_fine = not stat.S_ISDIR(os.stat(path).st_mode) and os.access(path, os.W_OK)
+    except FileNotFoundError:
+        folder = os.path.dirname(path) or "."
+        is_fine = path != "" and os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
+    except NotADirectoryError:
+        is_fine = False
+    except OSError as error:
+        raise typer.BadParameter(f"{shortened(path)}: {error.strerror}") from error
+    if not is_fine:
+        raise typer.BadParameter(f"{shortened(path)} is not a file in a folder that is there, or can't be written to")
     return path
 
 
@@ -180,7 +201,7 @@ def load_llm(settings: dict[str, Any], *, progress: bool | None, quiet: bool, wa
         from jaxoverlap.runtime.memory import let_jax_take
 
         let_jax_take(settings.get("gpu_memory_fraction", EngineConfig.gpu_memory_fraction))
-        return LLM(progress=False if quiet else progress, warm_up=warm_up, **(watchdog_defaults() | settings))
+        return LLM(progress=False if quiet else progress, warm_up=warm_up, **beside(watchdog_defaults(), settings))
 
 
 def warm_up_llm(llm: LLM) -> None:

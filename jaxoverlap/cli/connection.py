@@ -118,7 +118,7 @@ def _read_token(path: str) -> str:
     try:
         lines = [line.strip() for line in Path(path).read_text("utf-8-sig").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise CommandError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
+        raise CommandError(f"token_file: {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from error
     if len(lines) != 1:
-        raise CommandError(f"{path}: one line with a token is needed, there are {len(lines)}")
+        raise CommandError(f"token_file: {path}: one line with a token is needed, there are {len(lines)}")
     return lines[0]

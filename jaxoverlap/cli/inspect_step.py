@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxoverlap.cli.command import FAILED, OK, SOME_FAILED, say
-from jaxoverlap.config import KV_CACHE_DTYPES
+from jaxoverlap.config import KV_CACHE_DTYPES, MAX_RUNNING
 
 Gpu = Annotated[str, typer.Option("--gpu", metavar="h200|a100|l4", help="Which one.")]
 Model = Annotated[
@@ -19,8 +19,8 @@ Model = Annotated[
         help="Folder, .gguf file or hub id, or llama-3-8b for that shape. Default: SmolLM2-135M-Instruct.",
     ),
 ]
-Rows = Annotated[int, typer.Option("--rows", min=0, help="Rows that decode.")]
-PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=0, help="Prompt tokens beside them.")]
+Rows = Annotated[int, typer.Option("--rows", min=0, max=MAX_RUNNING, help="Rows that decode.")]
+PromptTokens = Annotated[int, typer.Option("--prompt-tokens", min=0, max=2**20, help="Prompt tokens beside them.")]
 Attention = Annotated[str, typer.Option("--attention", metavar="triton|mosaic|xla", help="Who computes attention.")]
 KvCacheDtype = Annotated[
     str,
@@ -30,8 +30,8 @@ KvCacheDtype = Annotated[
         help="Of KV pages; auto is bfloat16, as the weights are.",
     ),
 ]
-NumPages = Annotated[int, typer.Option("--num-pages", min=1, help="KV pages.")]
-PageSize = Annotated[int, typer.Option("--page-size", min=1, help="Tokens in a KV page.")]
+NumPages = Annotated[int, typer.Option("--num-pages", min=1, max=2**30, help="KV pages.")]
+PageSize = Annotated[int, typer.Option("--page-size", min=1, max=1024, help="Tokens in a KV page.")]
 
 
 def inspect_step(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_type_hints
 
@@ -174,9 +174,17 @@ class EngineOptions:
         Raises:
           ConfigError: a value out of range; nothing has been loaded yet.
         """
-        stated = given(self)
-        idle = EngineConfig(**(defaults | stated)).without_effect
-        return {name: value for name, value in defaults.items() if name not in idle} | stated
+        return beside(defaults, given(self))
+
+
+def beside(defaults: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of an engine: what is stated, and those of `defaults` that have an effect beside it.
+
+    Raises:
+      ConfigError: a value out of range.
+    """
+    idle = EngineConfig(**{**defaults, **stated}).without_effect()
+    return {name: value for name, value in defaults.items() if name not in idle} | dict(stated)
 
 
 def given(options: Any) -> dict[str, Any]:

@@ -151,7 +151,7 @@ class StructureOptions:
             return {}
         if "json_schema" in fields:
             fields["json_schema"] = _json("json_schema", fields["json_schema"])
-        if "grammar" in fields and os.path.isfile(fields["grammar"]):
+        if "grammar" in fields and _names_file(fields["grammar"]):
             fields["grammar"] = _read("grammar", fields["grammar"])
         return {"structured_output": StructuredOutput(**fields)}
 
@@ -244,12 +244,17 @@ def _bias(text: str) -> tuple[str, float]:
 
 def _json(name: str, value: str) -> Any:
     """Of JSON, or of a file with it."""
-    is_file = not value.lstrip().startswith(("{", "[")) and value not in ("true", "false")
+    is_file = not value.lstrip().startswith(("{", "[")) and value.strip() not in ("true", "false")
     text = _read(name, value) if is_file else value
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequestError(name, value, f"it is not JSON: {error}") from None
+
+
+def _names_file(grammar: str) -> bool:
+    """What is there, also if it is a pipe, or can be no grammar: each has a rule, and that a colon."""
+    return os.path.exists(grammar) or (grammar != "" and ":" not in grammar)
 
 
 def _read(name: str, path: str) -> str:

@@ -12,6 +12,8 @@ from jaxoverlap.observe.figures import HOW_TO_GET, can_plot, save
 from jaxoverlap.observe.trace_page import to_page
 from jaxoverlap.observe.trace_picture import to_figure
 
+PICTURES = (".svg", ".png", ".pdf")
+
 
 def view(
     trace: Annotated[str, typer.Argument(metavar="TRACE", help="What --trace or jaxoverlap client trace has written.")],
@@ -38,7 +40,7 @@ def view(
         raise command.CommandError(f"{trace}: {error}") from error
     path = output or _stem(trace) + ".html"
     command.write_text(path, page)
-    print(path)
+    command.print_path(path)
     return command.OK
 
 
@@ -60,6 +62,10 @@ def picture(
 
     Needs matplotlib: pip install 'jaxoverlap[plots]'.
     """
+    if not output.lower().endswith(PICTURES):
+        raise command.CommandError(
+            f"--output: {output!r} is not allowed; use a name that ends in {', '.join(PICTURES)}"
+        )
     if not can_plot():
         raise command.CommandError(HOW_TO_GET)
     try:
@@ -67,7 +73,9 @@ def picture(
         save(figure, output)
     except ValueError as error:
         raise command.CommandError(str(error)) from error
-    print(output)
+    except OSError as error:
+        raise command.CommandError(f"{output}: {error.strerror or error}") from error
+    command.print_path(output)
     return command.OK
 
 

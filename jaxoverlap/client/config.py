@@ -13,7 +13,8 @@ from typing import Any
 
 import grpc
 
-from jaxoverlap.errors import ConfigError
+from jaxoverlap.errors import ConfigError, shortened
+from jaxoverlap.wire.certificates import check_certificate_bytes, check_key, check_key_bytes
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 
@@ -50,7 +51,7 @@ class ClientConfig:
       max_message_mib: of one message, either way.
 
     Raises:
-      ConfigError: a value out of range, settings that do not go together, or a file that can't be read.
+      ConfigError: a value of the wrong type or out of range, or settings that do not go together.
     """
 
     target: str = DEFAULT_TARGET
@@ -69,8 +70,16 @@ class ClientConfig:
     max_message_mib: float = 64.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.target, str) or not self.target:
+        if not isinstance(self.target, str) or not self.target or not self.target.isprintable():
             raise _not_allowed("target", self.target, "'host:port' or 'unix:path'")
+        for name in ("tls", "allow_plaintext_token"):
+            if not isinstance(getattr(self, name), bool):
+                raise _not_allowed(name, getattr(self, name), "True or False")
+        for name in ("root_certificates", "client_certificate", "client_key"):
+            if not isinstance(getattr(self, name), str | PathLike | bytes | None):
+                raise ConfigError(f"{name}: {type(getattr(self, name)).__name__} is not allowed; use a file or bytes")
+        if not isinstance(self.model, str):
+            raise _not_allowed("model", self.model, "a name, or '' for whatever is served")
         for name, low in (("max_retries", 0), ("concurrency", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -81,9 +90,14 @@ class ClientConfig:
             raise _not_allowed("max_message_mib", self.max_message_mib, "a number above 0, at most 1024")
         if (self.client_certificate is None) != (self.client_key is None):
             raise ConfigError("client_certificate and client_key go together")
-        if self.server_name is not None and not self.has_tls:
+        server = self.server_name
+        if server is not None and not (
+            isinstance(server, str) and server and server.isascii() and server.isprintable()
+        ):
+            raise _not_allowed("server_name", server, "the name in the server's certificate, or None")
+        if server is not None and not self.has_tls:
             raise ConfigError("server_name: there is no certificate without TLS; set tls as well")
-        if isinstance(self.token, str):
+        if self.token is not None and not callable(self.token):
             _check_token(self.token)
         _check_metadata(self.metadata)
         if self.token is not None and not (self.has_tls or self.allow_plaintext_token or _is_local(self.target)):
@@ -101,14 +115,19 @@ class ClientConfig:
         return int(self.max_message_mib * 2**20)
 
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """None is plaintext. Raises ConfigError for a file that can't be read."""
+        """None is plaintext. Raises ConfigError for a file that can't be read, or is not what it should be."""
         if not self.has_tls:
             return None
-        return grpc.ssl_channel_credentials(
-            _read("root_certificates", self.root_certificates),
-            _read("client_key", self.client_key),
-            _read("client_certificate", self.client_certificate),
-        )
+        names = ("root_certificates", "client_key", "client_certificate")
+        roots, key, certificate = (_read(name, getattr(self, name)) for name in names)
+        for name, pem in (("root_certificates", roots), ("client_certificate", certificate)):
+            if pem is not None:
+                check_certificate_bytes(name, _shown(getattr(self, name)), pem)
+        if key is not None:
+            check_key_bytes("client_key", _shown(self.client_key), key)
+            if _is_file(self.client_key) and _is_file(self.client_certificate):
+                check_key("client_key", str(self.client_key), str(self.client_certificate))
+        return grpc.ssl_channel_credentials(roots, key, certificate)
 
     def channel_options(self) -> list[tuple[str, Any]]:
         options: list[tuple[str, Any]] = [
@@ -182,9 +201,21 @@ def _read(name: str, pem: Pem | None) -> bytes | None:
         raise ConfigError(f"{name}: {pem}: {error.strerror or error}") from error
 
 
+def _is_file(pem: Pem | None) -> bool:
+    """That can be read twice, which what a shell makes of ``<(…)`` can't."""
+    return isinstance(pem, str | PathLike) and Path(pem).is_file()
+
+
+def _shown(pem: Pem | None) -> str:
+    return "the bytes" if isinstance(pem, bytes) else str(pem)
+
+
 def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and 0 < float(value) < math.inf
+    except OverflowError:  # an integer beyond the largest float
+        return False
 
 
 def _not_allowed(name: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"{name}: {value!r} is not allowed; use {allowed}")
+    return ConfigError(f"{name}: {shortened(value)} is not allowed; use {allowed}")

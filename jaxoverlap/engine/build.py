@@ -19,7 +19,7 @@ from jaxoverlap.model.loading import load_weights, open_model, resolve_dtype
 from jaxoverlap.model.logit_rules import RowRules
 from jaxoverlap.request import MAX_STOP_IDS
 from jaxoverlap.runtime import compile_cache
-from jaxoverlap.runtime.memory import kv_memory_bytes
+from jaxoverlap.runtime.memory import check_pool_fits, kv_memory_bytes
 from jaxoverlap.runtime.row_state import KVPages, kv_dtype_name, resolve_kv_dtype
 from jaxoverlap.runtime.runner import DeviceRunner, Progress
 from jaxoverlap.text.grammar_compiler import GrammarCompiler
@@ -84,8 +84,9 @@ def build_engine(
         window=shape.window,
         context_per_token=context_per_token(shape),
     )
+    check_pool_fits(config, device, resolved.kv_bytes)
     logger.info("%s, KV %s, on %s: %s", dtype.name, kv_dtype_name(kv_dtype), device, resolved.describe())
-    for name, why in config.without_effect.items():
+    for name, why in config.without_effect(device.platform).items():
         logger.warning("%s has no effect: %s", name, why)
     if resolved.shortfall:
         logger.warning(resolved.shortfall)

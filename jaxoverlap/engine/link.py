@@ -54,10 +54,12 @@ class Link:
             except BlockingIOError:
                 break
             except OSError as error:
-                self._give_up(error)
+                with self._lock:
+                    self._give_up(error)
                 break
             if not data:
-                self._give_up(None)
+                with self._lock:
+                    self._give_up(None)
                 break
             self._unpacker.feed(data)
             received += self._unpacker
@@ -120,6 +122,7 @@ class Link:
             self.news = messages.News()
 
     def _give_up(self, error: OSError | None) -> None:
+        """With the lock: another thread may be sending what is cleared here."""
         self.is_open = False
         self.news = messages.News()
         self._unsent.clear()

@@ -10,6 +10,7 @@ Nothing here asks for a device: the weights are NumPy arrays, for the caller to 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -136,17 +137,17 @@ def open_model(source: str | PathLike[str] | None = None) -> ModelFiles:
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelError(f"{path} is neither a folder nor a .gguf file")
-        return ModelFiles(path.stem, GgufCheckpoint(path))
+        return ModelFiles(_as_text(path.stem), GgufCheckpoint(path))
     gguf_files = sorted(path.glob("*.gguf"))
     has_safetensors = (path / SINGLE_NAME).is_file() or (path / INDEX_NAME).is_file()
     if has_safetensors or ((path / "config.json").is_file() and not gguf_files):
-        return ModelFiles(name, HfCheckpoint(path))
+        return ModelFiles(_as_text(name), HfCheckpoint(path))
     if len(gguf_files) > 1:
         names = ", ".join(file.name for file in gguf_files)
         raise ModelError(f"{path} holds {len(gguf_files)} GGUF files; name one: {names}")
     if not gguf_files:
         raise no_weights(path)
-    return ModelFiles(gguf_files[0].stem, GgufCheckpoint(gguf_files[0]))
+    return ModelFiles(_as_text(gguf_files[0].stem), GgufCheckpoint(gguf_files[0]))
 
 
 def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:
@@ -163,6 +164,11 @@ def load_weights(files: ModelFiles, dtype: np.dtype) -> LoadedModel:
         placement.write(arrays[placement.path], checkpoint.read(placement.name))
     weights = layout.tree(iter(arrays.items()))
     return LoadedModel(files.name, config, weights, dtype, files.tokenizer_source, files.fingerprint)
+
+
+def _as_text(name: str) -> str:
+    """A file's name, which may have bytes that are no text, as what messages and answers can hold."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def _check_names_and_shapes(placements: list[layout.Placement], checkpoint: Checkpoint) -> None:

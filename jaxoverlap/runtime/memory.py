@@ -49,8 +49,7 @@ def kv_memory_bytes(config: EngineConfig, device: jax.Device, reserved: int = 0)
     if config.kv_memory_gib is not None:
         return int(config.kv_memory_gib * 2**30)
     if device.platform == "cpu":
-        free = [psutil.virtual_memory().available, container.available_bytes()]
-        return min(CPU_BUDGET_BYTES, int(CPU_SHARE * min(size for size in free if size is not None)))
+        return min(CPU_BUDGET_BYTES, int(CPU_SHARE * _free_bytes()))
     stats = device.memory_stats()
     if not stats or "bytes_limit" not in stats:
         raise ConfigError(f"kv_memory_gib: {device} does not report its memory; say how much the KV pool may take")
@@ -65,3 +64,25 @@ def kv_memory_bytes(config: EngineConfig, device: jax.Device, reserved: int = 0)
             "model"
         )
     return left
+
+
+def check_pool_fits(config: EngineConfig, device: jax.Device, kv_bytes: int) -> None:
+    """To be called before the KV pool is made. A GPU's allocator refuses one that is too large; on a CPU the system
+    ends the process without a word.
+
+    Raises:
+      ConfigError: the machine has less memory than the config asks for.
+    """
+    if device.platform != "cpu" or kv_bytes <= (free := _free_bytes()):
+        return
+    name = "kv_memory_gib" if config.num_pages is None else "num_pages"
+    raise ConfigError(
+        f"{name}: {getattr(config, name)} is not allowed; the KV pool would take {kv_bytes / 2**30:.2f} GiB, and "
+        f"{free / 2**30:.2f} GiB of memory are free"
+    )
+
+
+def _free_bytes() -> int:
+    """Of the host's memory, or of the container's."""
+    free = [psutil.virtual_memory().available, container.available_bytes()]
+    return min(size for size in free if size is not None)

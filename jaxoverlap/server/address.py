@@ -42,6 +42,8 @@ class Address:
             path = str(Path(path).absolute())
             if any(char in path for char in _URI_CHARS):
                 raise ConfigError(f"{field}: {text!r} is not allowed; use a path without {' '.join(_URI_CHARS)}")
+            if not path.isprintable():
+                raise ConfigError(f"{field}: {text!r} is not allowed; use a path of printable characters")
             if len(os.fsencode(path)) > _MAX_PATH_BYTES:
                 allowed = (
                     f"a unix socket's path has at most {_MAX_PATH_BYTES} bytes, {path} has {len(os.fsencode(path))}"
@@ -49,8 +51,9 @@ class Address:
                 raise ConfigError(f"{field}: {text!r} is not allowed; {allowed}")
             return cls(path=path)
         host, colon, port = text.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
-        if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        if host.startswith("[") and host.endswith("]"):
+            host = host[1:-1]
+        if not colon or not host or "[" in host or not port.isascii() or not port.isdigit() or int(port) > 65535:
             raise ConfigError(f"{field}: {text!r} is not allowed; use HOST:PORT, [IPV6]:PORT or unix:PATH")
         return cls(host, int(port))
 

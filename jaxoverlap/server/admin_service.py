@@ -23,6 +23,7 @@ from jaxoverlap.v1 import admin_service_pb2_grpc
 API_VERSION = "v1"
 STEP_LOG_LAST, TRACE_STEPS = 100, 2000
 """Steps, where a request does not say how many."""
+MAX_ABORTED_IDS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +107,9 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
     ) -> pb.AbortRequestsResponse:
         if request.all == bool(request.request_ids):
             raise InvalidRequestError("request_ids", list(request.request_ids), "give ids, or set all, not both")
+        if len(request.request_ids) > MAX_ABORTED_IDS:  # they are looked up between two steps
+            given = f"{len(request.request_ids)} ids"
+            raise InvalidRequestError("request_ids", given, f"give {MAX_ABORTED_IDS} at most, or set all")
         names = {given: self._instance.parse_request_id(given) for given in request.request_ids}
         wanted = None if request.all else [name for name in names.values() if name is not None]
         found = await self._engine.ask("abort_requests", wanted)

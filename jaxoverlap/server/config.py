@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,6 +95,9 @@ class ServerConfig:
             _check_real(name, getattr(self, name), most)
         if self.grace != 0:
             _check_real("grace", self.grace, math.inf)
+        served = self.served_name
+        if served is not None and not (isinstance(served, str) and served and served.isprintable()):
+            raise ConfigError(f"served_name: {served!r} is not allowed; use a printable name, or leave it out")
         for name, allowed in (("log_level", LEVELS), ("log_format", FORMATS)):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}: {getattr(self, name)!r} is not allowed; use one of {', '.join(allowed)}")
@@ -140,14 +144,14 @@ class ServerConfig:
             raise ConfigError("tls_client_ca needs tls_cert and tls_key")
         for name in ("tls_cert", "tls_key", "tls_client_ca", "token_file", "admin_token_file"):
             path = getattr(self, name)
-            if path is not None and not Path(path).is_file():
+            if path is not None and not os.path.isfile(path):
                 raise ConfigError(f"{name}: there is no file {path!r}")
         if self.profile_dir is not None:
             _check_can_be_folder("profile_dir", Path(self.profile_dir))
 
     def _check_addresses(self) -> None:
         for name, address in (("listen", self.address), ("admin_listen", self.admin_address)):
-            if address is not None and not (address.is_local or self.has_tls or self.insecure):
+            if address is not None and not (_is_local(name, address) or self.has_tls or self.insecure):
                 raise ConfigError(
                     f"{name}: other machines can reach {address}, and there is no TLS; give tls_cert and tls_key, or "
                     "say insecure if something else protects it"
@@ -163,7 +167,7 @@ class ServerConfig:
         url = self.otlp_traces_endpoint
         if url is None:
             return
-        if not url.startswith(("http://", "https://")):
+        if not re.match("https?://[^/]", url):
             allowed = "use a URL such as http://127.0.0.1:4318/v1/traces"
             raise ConfigError(f"otlp_traces_endpoint: {url!r} is not allowed; {allowed}")
         try:
@@ -174,8 +178,20 @@ class ServerConfig:
             raise ConfigError("otlp_traces_endpoint: OpenTelemetry is not installed; pip install 'jaxoverlap[otel]'")
 
 
+def _is_local(name: str, address: Address) -> bool:
+    try:
+        return address.is_local
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+
+
 def _check_can_be_folder(name: str, path: Path) -> None:
-    there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    if path == Path():
+        raise ConfigError(f"{name}: '' is not allowed; use a folder, or leave it out")
+    try:
+        there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+    except OSError as error:
+        raise ConfigError(f"{name}: {str(path)!r} is not allowed; {error.strerror or error}") from error
     if not there.is_dir():
         raise ConfigError(f"{name}: {str(path)!r} is not allowed; {there} is not a folder")
     if not os.access(there, os.W_OK | os.X_OK):

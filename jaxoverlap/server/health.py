@@ -9,7 +9,9 @@ jaxoverlap.v1.AdminService     as liveness
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
+import grpc
 from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health_aio
 
@@ -31,6 +33,25 @@ _LONGEST_PAUSE_SECONDS = 5.0
 """Between two updates; a longer one is a pause of the process, of which no engine is to blame."""
 
 
+class _Servicer(health_aio.HealthServicer):
+    """grpcio's, which knows all of the protocol but the list.
+
+    Args:
+      said: what was last said of each service.
+    """
+
+    def __init__(self, said: Mapping[str, bool]) -> None:
+        super().__init__()
+        self._said = said
+
+    async def List(
+        self, request: health_pb2.HealthListRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthListResponse:
+        found = {name: _SERVING if serves else _NOT_SERVING for name, serves in self._said.items()}
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in found.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
+
 class Health:
     """Keeps the health service's answers true.
 
@@ -42,9 +63,9 @@ class Health:
     """
 
     def __init__(self, engine: EngineClient, stall_timeout: float) -> None:
-        self.servicer = health_aio.HealthServicer()
         self._engine, self._stall_timeout = engine, stall_timeout
         self._said: dict[str, bool] = {}
+        self.servicer = _Servicer(self._said)
         self._awake = AwakeClock(_LONGEST_PAUSE_SECONDS)
         self._last_sound = 0.0
         """By `_awake`, when the engine was last not silent for too long."""

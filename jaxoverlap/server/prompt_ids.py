@@ -30,5 +30,8 @@ def encode_prompt(
         allowed = "it is for text; ids are taken as they are, and a chat's template writes its own"
         raise InvalidRequestError("add_special_tokens", given.add_special_tokens, allowed)
     if isinstance(prompt, ChatPrompt):
-        return tokenizer.apply_chat_template(prompt)
+        text = tokenizer.chat_text(prompt)
+        if bound is not None:
+            bound.check(text, most)
+        return tokenizer.encode(text, add_special_tokens=False)
     return prompt

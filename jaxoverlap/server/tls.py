@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import ssl
 from pathlib import Path
 
 import grpc
 
 from jaxoverlap.errors import ConfigError
 from jaxoverlap.server.config import ServerConfig
+from jaxoverlap.wire.certificates import check_certificates, check_key
 
 logger = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class CertificateFiles:
             raise ConfigError(f"{error.filename}: {error.strerror}") from error
 
     def _read(self) -> grpc.ServerCertificateConfiguration:
-        _check_certificates("tls_cert", self._cert)
-        _check_key(self._key, self._cert)
+        check_certificates("tls_cert", self._cert)
+        check_key("tls_key", self._key, self._cert)
         if self._client_ca is not None:
-            _check_certificates("tls_client_ca", self._client_ca)
+            check_certificates("tls_client_ca", self._client_ca)
         try:
             authority = None if self._client_ca is None else Path(self._client_ca).read_bytes()
             pair = (Path(self._key).read_bytes(), Path(self._cert).read_bytes())
@@ -65,41 +65,6 @@ class CertificateFiles:
 
     def _paths(self) -> list[str]:
         return [path for path in (self._cert, self._key, self._client_ca) if path is not None]
-
-
-def _check_certificates(name: str, path: str) -> None:
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(path)
-    except ssl.SSLError as error:
-        raise ConfigError(f"{name}: {path}: there is no certificate in PEM format in it") from error
-    except OSError as error:
-        raise ConfigError(f"{name}: {path}: {error.strerror}") from error
-
-
-def _check_key(key: str, cert: str) -> None:
-    is_encrypted = False
-
-    def passphrase() -> str:
-        nonlocal is_encrypted
-        is_encrypted = True
-        return ""
-
-    problem = None
-    try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, passphrase)
-    except ssl.SSLError as error:
-        if error.reason == "KEY_VALUES_MISMATCH":
-            problem = f"it is not the key of {cert}"
-        elif error.reason is None:
-            problem = "there is no private key in PEM format in it"
-        else:
-            problem = error.reason.lower().replace("_", " ")
-    except OSError as error:
-        problem = error.strerror
-    if is_encrypted:
-        problem = "it is encrypted; use a key without a passphrase"
-    if problem is not None:
-        raise ConfigError(f"tls_key: {key}: {problem}")
 
 
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:

@@ -159,9 +159,13 @@ class Tokenizer:
           InvalidRequestError: messages refused by the template.
           UnsupportedError: the model has no chat template.
         """
+        return self.encode(self.chat_text(chat), add_special_tokens=False)
+
+    def chat_text(self, chat: ChatPrompt) -> str:
+        """The text of a chat as the model's template writes it; raises as `apply_chat_template`."""
         if self._chat_template is None:
             raise UnsupportedError("this model has no chat template; give the prompt as text or token ids")
-        return self.encode(self._chat_template.render(chat), add_special_tokens=False)
+        return self._chat_template.render(chat)
 
     def _find_bytes(self, token_id: int) -> bytes | None:
         token = self.backend.id_to_token(token_id) if token_id >= 0 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 
 import pytest
@@ -312,6 +313,20 @@ def test_overwrite_starts_anew(cli, tmp_path):
     assert out.read_text() == "something else\n"
     assert cli("batch", "-i", source, "-o", out, "--overwrite").exit_code == 0
     assert keys_of(out) == [("a", False)]
+
+
+@pytest.mark.parametrize(
+    "unusable", [["--model", "missing"], ["--server", "unix:nobody", "--max-retries", "0"], ["--retry-errors"]]
+)
+def test_a_batch_that_can_not_start_costs_no_answers_and_leaves_no_file(cli, tmp_path, monkeypatch, unusable):
+    monkeypatch.chdir(tmp_path)
+    write_lines(tmp_path / "in", item("a"))
+    assert cli("batch", "-i", "in", "-o", "out").exit_code == 0
+    answers = (tmp_path / "out").read_bytes()
+    for output in ("out", "new"):
+        assert cli("batch", "-i", "in", "-o", output, "--overwrite", *unusable).exit_code == 2
+    assert (tmp_path / "out").read_bytes() == answers
+    assert sorted(os.listdir()) == ["in", "out"]
 
 
 def test_errors_that_may_pass_are_done_again_when_asked(cli, tmp_path):

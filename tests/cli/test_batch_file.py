@@ -103,7 +103,9 @@ def test_somebody_elses_file_is_left_alone(tmp_path, reopen, content):
     with pytest.raises(CommandError, match="out: line 1 is not the output of a batch"):
         reopen(path)
     assert path.read_bytes() == content
-    with reopen(path, overwrite=True):
+    with reopen(path, overwrite=True) as output:
+        assert path.read_bytes() == content
+        output.begin()
         assert path.read_bytes() == b""
 
 

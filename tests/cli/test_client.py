@@ -111,9 +111,9 @@ def test_tokens_come_from_a_file(cli, tmp_path, monkeypatch):
     assert cli(*where).stdout == "<abc>\n"
     assert cli(*where[:-1], "llm.example:1").stderr.startswith("error: token: without TLS")
     path.write_text("one\ntwo\n")
-    assert cli(*where).stderr == f"error: {path}: one line with a token is needed, there are 2\n"
+    assert cli(*where).stderr == f"error: token_file: {path}: one line with a token is needed, there are 2\n"
     path.unlink()
-    assert cli(*where).stderr == f"error: {path}: No such file or directory\n"
+    assert cli(*where).stderr == f"error: token_file: {path}: No such file or directory\n"
     server.stop()
 
 

@@ -67,6 +67,7 @@ def test_structure_is_read_from_texts_and_files(tmp_path):
         ({"regex": "a+"}, {"regex": "a+"}),
         ({"grammar": str(grammar)}, {"grammar": 'start: "a"'}),
         ({"grammar": 'start: "b"'}, {"grammar": 'start: "b"'}),
+        ({"json_schema": " true"}, {"json_schema": True}),
         ({"choices": ["a", "b"]}, {"choices": ["a", "b"]}),
     ):
         assert StructureOptions(**options).values() == {"structured_output": StructuredOutput(**expected)}
@@ -75,11 +76,22 @@ def test_structure_is_read_from_texts_and_files(tmp_path):
             {"json_schema": "none.json"},
             "json_schema: 'none.json' is not allowed; use a file or the text itself",
         ),
+        ({"grammar": "none.lark"}, "grammar: 'none.lark' is not allowed; use a file or the text itself: No such file"),
+        ({"grammar": str(tmp_path)}, "grammar: .* use a file or the text itself: Is a directory"),
         ({"json_schema": "{"}, "json_schema: '{' is not allowed; it is not JSON"),
         ({"regex": "a", "any_json": True}, "use exactly one of"),
     ):
         with pytest.raises(InvalidRequestError, match=said):
             StructureOptions(**options).values()
+
+
+def test_a_grammar_may_come_through_a_pipe():
+    reader, writer = os.pipe()
+    os.write(writer, b'start: "a"')
+    os.close(writer)
+    structure = StructureOptions(grammar=f"/dev/fd/{reader}").values()["structured_output"]
+    os.close(reader)
+    assert structure.grammar == 'start: "a"'
 
 
 def test_version(cli):

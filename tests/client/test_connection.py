@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -208,6 +209,11 @@ def test_a_server_that_vanishes_during_a_long_silence_is_noticed(connect, monkey
     [
         ({"target": ""}, "^target: ''"),
         ({"target": 7}, "^target: 7"),
+        ({"target": "unix:/tmp/\udcff"}, "^target: 'unix:/tmp/"),
+        ({"tls": "no"}, "^tls: 'no' is not allowed; use True or False"),
+        ({"model": 5}, "^model: 5"),
+        ({"tls": True, "server_name": ""}, "^server_name: ''"),
+        ({"root_certificates": 5}, "^root_certificates: int is not allowed"),
         ({"timeout": 0}, "^timeout: 0"),
         ({"metadata": "x-a"}, "^metadata: str"),
         ({"metadata": ["xa"]}, r"^metadata\[0\]: str"),
@@ -225,13 +231,34 @@ def test_a_server_that_vanishes_during_a_long_silence_is_noticed(connect, monkey
         ({"server_name": "x"}, "^server_name: "),
         ({"token": "a\nb"}, "^token: "),
         ({"token": ""}, "^token: "),
+        ({"token": b"secret"}, "^token: it must be printable ASCII"),
+        ({"timeout": 10**400}, "^timeout: 1000"),
         ({"root_certificates": "no/such.pem"}, "^root_certificates: no/such.pem: No such file"),
+        ({"root_certificates": b""}, "^root_certificates: the bytes: there is no certificate in PEM format in it"),
+        ({"root_certificates": os.devnull}, "^root_certificates: /dev/null: there is no certificate"),
+        ({"client_certificate": b"a", "client_key": b"b"}, "^client_certificate: the bytes: there is no certificate"),
         ({"no_such": 1}, "^no_such: 1 is not allowed; known settings are "),
     ],
 )
 def test_settings_that_can_not_be(connect, settings, said):
     with pytest.raises(ConfigError, match=said):
         connect(**({"target": "127.0.0.1:1"} | settings))
+
+
+def test_a_key_that_is_none_or_another_ones_is_named_before_anything_is_sent(connect, authority, tmp_path):
+    one, other = authority.issue_cert("me"), authority.issue_cert("you")
+    certificate, key = tmp_path / "me.pem", tmp_path / "you.key"
+    one.cert_chain_pems[0].write_to_path(str(certificate))
+    other.private_key_pem.write_to_path(str(key))
+    me = {"target": "127.0.0.1:1", "client_certificate": certificate}
+    for wrong, said in (
+        (key, f"^client_key: {key}: it is not the key of {certificate}$"),
+        (certificate, f"^client_key: {certificate}: there is no private key in PEM format in it$"),
+        (b"-----BEGIN ENCRYPTED PRIVATE KEY-----", "^client_key: the bytes: it is encrypted"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            connect(**me, client_key=wrong)
+    connect(**me, client_key=one.private_key_pem.bytes())
 
 
 def test_a_token_is_not_shown():

@@ -471,3 +471,8 @@ def test_the_default_is_verified(monkeypatch, tmp_path):
     monkeypatch.setattr(default_model, "_PACKAGE", "fake_smollm2")
     with pytest.raises(ModelError, match="is damaged or another version"):
         load_model(None)
+
+
+def test_a_folder_whose_name_is_no_text_has_a_name_that_is(folder):
+    weird = folder.rename(folder.parent / "tiny\udcff")
+    assert open_model(weird).name == "tiny\ufffd"

@@ -18,7 +18,7 @@ from jaxoverlap.model.logit_rules import RowRules
 from jaxoverlap.runtime import compile_cache, container
 from jaxoverlap.runtime.buckets import Buckets
 from jaxoverlap.runtime.executables import SampleShape
-from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, kv_memory_bytes, let_jax_take
+from jaxoverlap.runtime.memory import CPU_BUDGET_BYTES, check_pool_fits, kv_memory_bytes, let_jax_take
 from jaxoverlap.runtime.runner import choose_attention
 from pallas_kernels import choice, trial
 from tests.tiny import CONFIG, make_runner, scheduler_config
@@ -82,6 +82,15 @@ def test_a_gpu_with_nothing_left_says_what_to_change():
 
 def test_on_a_cpu_the_pool_is_modest():
     assert 0 < kv_memory_bytes(EngineConfig(), jax.devices("cpu")[0]) <= CPU_BUDGET_BYTES
+
+
+@pytest.mark.parametrize("setting", [{"num_pages": 10**9}, {"kv_memory_gib": 1e6}])
+def test_a_pool_that_the_machine_has_no_memory_for_is_refused_instead_of_killed(setting):
+    (name,) = setting
+    with pytest.raises(ConfigError, match=f"^{name}: .* the KV pool would take 931322.57 GiB, and .* GiB of memory"):
+        check_pool_fits(EngineConfig(**setting), jax.devices("cpu")[0], 10**15)
+    check_pool_fits(EngineConfig(**setting), jax.devices("cpu")[0], 10**6)
+    check_pool_fits(EngineConfig(**setting), gpu(10, 1), 10**15)  # its allocator says so
 
 
 V2 = {"proc/self/cgroup": "0::/pod/c\n", "sys/fs/cgroup/pod/c/memory.max": "max\n"}

@@ -351,3 +351,18 @@ def test_a_trace_that_can_not_be_made_is_an_error_and_the_engine_goes_on(rig, mo
     rig.caller.admin.StartTrace(pb.StartTraceRequest())
     assert failure_of(rig.caller.admin.StopTrace, pb.StopTraceRequest()).code() == grpc.StatusCode.INTERNAL
     rig.check_probe()
+
+
+def test_health_lists_its_services(rig):
+    health = health_pb2_grpc.HealthStub(rig.caller.channel)
+    found = {name: one.status for name, one in health.List(health_pb2.HealthListRequest()).statuses.items()}
+    services = ("", "jaxoverlap.v1.GenerateService", "jaxoverlap.v1.AdminService")
+    assert found == dict.fromkeys(services, health_pb2.HealthCheckResponse.SERVING)
+
+
+def test_more_ids_than_an_engine_should_look_up_between_two_steps_are_refused(rig):
+    ids = [f"x{number}" for number in range(10_001)]
+    error = failure_of(rig.caller.admin.AbortRequests, pb.AbortRequestsRequest(request_ids=ids))
+    assert error.code() == grpc.StatusCode.INVALID_ARGUMENT and field_of(error) == "request_ids"
+    assert "10000 at most" in error.details()
+    assert rig.caller.admin.AbortRequests(pb.AbortRequestsRequest(request_ids=ids[1:])).unknown_ids == ids[1:]

@@ -168,6 +168,32 @@ def test_messages_leave_in_the_order_in_which_they_were_said():
     theirs.close()
 
 
+def test_a_front_end_may_go_while_another_thread_sends_to_it():
+    """The answer to an operator's question is sent from aside."""
+    is_sending, may_end = threading.Event(), threading.Event()
+
+    class Socket:
+        def setblocking(self, flag: bool) -> None: ...
+
+        def send(self, data: bytearray) -> int:
+            with memoryview(data):  # as the real one holds it
+                is_sending.set()
+                assert may_end.wait(PATIENCE)
+            raise BrokenPipeError
+
+        def recv(self, size: int) -> bytes:
+            return b""
+
+    link = Link(0, Socket())  # type: ignore[arg-type]
+    sender = threading.Thread(target=link.post_from_aside, args=("answer", "x"))
+    sender.start()
+    assert is_sending.wait(PATIENCE)
+    threading.Timer(0.05, may_end.set).start()
+    assert link.receive() == []
+    sender.join()
+    assert not link.is_open and not link.has_unsent
+
+
 def test_a_front_end_that_goes_takes_its_requests_along(engine):
     _, (first, second) = engine
     scheduler = toy.BUILT[-1].engine.loop.scheduler

@@ -236,6 +236,17 @@ def test_mutual_tls(tmp_path, authority):
         ({"stall_timeout": 0}, "stall_timeout"),
         ({"grace": -1}, "grace"),
         ({"log_level": "loud"}, "log_level"),
+        ({"admin_listen": "no.such.host.invalid:1"}, "^admin_listen: 'no.such.host.invalid' is no address"),
+        ({"listen": "[::1:0"}, r"^listen: '\[::1:0' is not allowed"),
+        ({"listen": "unix:/tmp/\udcff"}, "^listen: .* use a path of printable characters"),
+        ({"listen": "unix:/tmp/a\nb"}, "^listen: .* use a path of printable characters"),
+        ({"served_name": ""}, "^served_name: '' is not allowed"),
+        ({"served_name": "a\nb"}, "^served_name: "),
+        ({"served_name": "\udcff"}, "^served_name: "),
+        ({"token_file": "/tmp/" + "x" * 300}, "^token_file: there is no file"),
+        ({"profile_dir": ""}, "^profile_dir: '' is not allowed"),
+        ({"profile_dir": "/tmp/" + "x" * 300}, "^profile_dir: .* File name too long"),
+        ({"otlp_traces_endpoint": "http://"}, "^otlp_traces_endpoint: 'http://' is not allowed; use a URL"),
     ],
 )
 def test_settings_that_make_no_sense_or_no_secret_are_refused(settings, message):

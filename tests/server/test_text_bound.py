@@ -100,7 +100,10 @@ def test_a_text_that_can_not_fit_is_not_tokenized(rig, monkeypatch):
         model.tokenizer, "encode", lambda text, **options: encoded.append(text) or encode(text, **options)
     )
     text = "x" * (1 << 20)
+    chat = {"messages": [{"role": "user", "content": text}]}
     for call, given in (
+        (rig.caller.answer, generation(None, chat=chat)),
+        (rig.caller.generate.Tokenize, pb.TokenizeRequest(chat=chat)),
         (rig.caller.answer, generation(text)),
         (rig.caller.stream, generation(text)),
         (rig.caller.generate.Tokenize, pb.TokenizeRequest(text=text)),
