@@ -19,7 +19,7 @@ FLOOR = {
     "config": 1, "observe": 0,
     "cache": 1, "scheduler": 1, "model": 1, "wire": 1,
     "runtime": 2, "text": 2,
-    "interrupt": 0, "engine": 3, "display": 3,
+    "engine": 3, "display": 3,
     "llm": 4, "client": 4, "simulation": 4,
     "server": 5,
     "cli": 6,
