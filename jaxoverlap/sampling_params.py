@@ -93,7 +93,7 @@ class SamplingParams:
       temperature: ≥ 0. 0 (anything below 1e-5) is greedy: the highest logit, the lowest id among equals.
       top_k: keep the k highest logits (and those equal to the k-th); 0 or -1 keeps all.
       top_p: in (0, 1]. Keep the smallest set of most probable tokens whose probability reaches ``top_p``
-        (Holtzman et al., 2020), taken after ``top_k``.
+        (Holtzman et al., 2020), and those as probable as its last one; taken after ``top_k``.
       min_p: in [0, 1]. Drop tokens less probable than ``min_p`` times the most probable one (Nguyen et al., 2024).
       repetition_penalty: above 0. Logits of ids that are in the prompt or the outputs are divided by it if positive,
         else multiplied; once for each distinct id (Keskar et al., 2019). 1 is off.

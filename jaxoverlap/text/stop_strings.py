@@ -87,17 +87,17 @@ def automaton(stops: tuple[str, ...]) -> StopStrings:
     return StopStrings(stops)
 
 
-def hidden_stops(tokenizer: Tokenizer, sampling: SamplingParams) -> dict[int, str]:
-    """Stops that are special tokens which `skip_special_tokens` keeps out of the text: they match by their id.
+def special_stops(tokenizer: Tokenizer, sampling: SamplingParams) -> dict[int, str]:
+    """Stops that are special tokens, by their ids.
 
     Raises:
-      InvalidRequestError: a stop has such a token beside other text. It could be found neither in the text, which
-        does not show the token, nor by an id.
+      InvalidRequestError: a stop has a token that `skip_special_tokens` keeps out of the text beside other text. It
+        could be found neither in the text, which does not show the token, nor by an id.
     """
-    if not sampling.stop or not sampling.hides_special_tokens:
+    if not sampling.stop:
         return {}
     special = tokenizer.special_tokens
-    for index, stop in enumerate(sampling.stop):
+    for index, stop in enumerate(sampling.stop if sampling.hides_special_tokens else ()):
         within = next((token for token in special if token in stop and stop not in special), None)
         if within is not None:
             raise InvalidRequestError(
