@@ -98,12 +98,16 @@ def _added_contents(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _more_special_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Those without a role; in the newer spelling they may have names, which templates see."""
+    """Those without a name."""
+    found = _extra_tokens(config)
+    return [] if isinstance(found, dict) else [_content("additional_special_tokens", token) for token in found]
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[Any] | dict[str, Any]:
     found = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     if not isinstance(found, list | dict):
         raise _wrong("additional_special_tokens", found, "a list of tokens")
-    tokens = found.values() if isinstance(found, dict) else found
-    return [_content("additional_special_tokens", token) for token in tokens]
+    return found
 
 
 def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
@@ -112,7 +116,7 @@ def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str,
         from transformers import AutoTokenizer
 
         loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return loaded.backend_tokenizer, _named_tokens(loaded.special_tokens_map)
+        return loaded.backend_tokenizer, dict(loaded.special_tokens_map)
     except Exception as error:
         raise ModelError(f"{folder} has no tokenizer.json, and no other tokenizer could be read: {error}") from error
 
@@ -140,8 +144,19 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Tokens by role, from either spelling: plain text, or an object with its content."""
-    return {name: _content(name, config[name]) for name in _NAMES if config.get(name)}
+    """Tokens by role, from either spelling: plain text, or an object with its content.
+
+    Behind those that all models have come the model's own (``image_token``, and ``extra_special_tokens`` that have
+    names). All of them are variables of templates.
+    """
+    named = {name: _content(name, config[name]) for name in _NAMES if config.get(name)}
+    for name, token in config.items():
+        if name.endswith("_token") and name not in _NAMES and token and isinstance(token, str | dict):
+            named[name] = _content(name, token)
+    extra = _extra_tokens(config)
+    if isinstance(extra, dict):
+        named |= {name: _content(f"extra_special_tokens.{name}", token) for name, token in extra.items()}
+    return named
 
 
 def _content(name: str, token: Any) -> str:
