@@ -202,6 +202,8 @@ class SamplingParams:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 allowed = f"use a text of 1 to {MAX_STOP_CHARS} characters"
                 raise InvalidRequestError(f"stop[{index}]", text, allowed)
+            if any("\ud800" <= char <= "\udfff" for char in text):  # no text of a model has one
+                raise InvalidRequestError(f"stop[{index}]", text, "valid Unicode is needed: half a surrogate pair")
         object.__setattr__(self, "stop", tuple(dict.fromkeys(stops)))
 
     @property

@@ -212,7 +212,6 @@ def test_prompts_that_no_message_can_hold(prompt, said):
 @pytest.mark.parametrize(
     ("params", "said"),
     [
-        (SamplingParams(stop="\ud800"), r"^stop\[0\]: "),
         (
             SamplingParams(structured_output=StructuredOutput(choices=["a", "\ud800"])),
             r"^structured_output\.choices\[1",
