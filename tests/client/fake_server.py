@@ -261,7 +261,7 @@ class FakeServer(generate_service_pb2_grpc.GenerateServiceServicer, admin_servic
             has_chat_template=True,
             dtype="float32",
             capabilities=["logprobs"],
-            sampling_defaults={"temperature": 0.5},
+            sampling_defaults={"temperature": 0.5, "top_k": 20},
         )
 
     def GetServerInfo(self, request, context):
