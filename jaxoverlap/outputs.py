@@ -108,7 +108,7 @@ class RequestOutput:
     """What became of one prompt. What is asked of it directly is said of its first sample.
 
     Attributes:
-      prompt: as it was given.
+      prompt: as it was given; from `chat`, a `ChatPrompt`.
       prompt_token_ids: what the model saw. A service does not send them: from `Client` they are there if the prompt
         was given as ids or its log-probabilities were asked for, and empty otherwise.
       prompt_tokens: how many they are, in any case; 0, which no prompt has, stands for `len(prompt_token_ids)`.

@@ -93,7 +93,7 @@ class SamplingParams:
       temperature: ≥ 0. 0 (anything below 1e-5) is greedy: the highest logit, the lowest id among equals.
       top_k: keep the k highest logits (and those equal to the k-th); 0 or -1 keeps all.
       top_p: in (0, 1]. Keep the smallest set of most probable tokens whose probability reaches ``top_p``
-        (Holtzman et al., 2020), taken after ``top_k``.
+        (Holtzman et al., 2020), and those as probable as its last one; taken after ``top_k``.
       min_p: in [0, 1]. Drop tokens less probable than ``min_p`` times the most probable one (Nguyen et al., 2024).
       repetition_penalty: above 0. Logits of ids that are in the prompt or the outputs are divided by it if positive,
         else multiplied; once for each distinct id (Keskar et al., 2019). 1 is off.
@@ -202,10 +202,8 @@ class SamplingParams:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_CHARS:
                 allowed = f"use a text of 1 to {MAX_STOP_CHARS} characters"
                 raise InvalidRequestError(f"stop[{index}]", text, allowed)
-            try:
-                text.encode()
-            except UnicodeEncodeError:  # it could never be found
-                raise InvalidRequestError(f"stop[{index}]", text, "use valid Unicode") from None
+            if any("\ud800" <= char <= "\udfff" for char in text):  # no text of a model has one
+                raise InvalidRequestError(f"stop[{index}]", text, "valid Unicode is needed: half a surrogate pair")
         object.__setattr__(self, "stop", tuple(dict.fromkeys(stops)))
 
     @property

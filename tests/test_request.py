@@ -33,6 +33,7 @@ from jaxoverlap import InvalidRequestError, SamplingParams, StructuredOutput, Un
         ("max_tokens", 0),
         ("max_tokens", -5),
         ("max_tokens", 2.0),
+        ("stop", ["x", "\ud83d"]),
         ("stop_token_ids", "12"),
         ("stop_token_ids", 5),
         ("stop_token_ids", [-1]),

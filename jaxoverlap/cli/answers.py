@@ -93,9 +93,20 @@ def _text_logprobs(positions: Sequence[PositionLogprobs], text: str) -> dict[str
     return {
         "tokens": [_text(token) for token in chosen],
         "token_logprobs": [_logprob(token) for token in chosen],
-        "top_logprobs": [{_text(other): _logprob(other) for other in (*one.top, one.chosen)} for one in positions],
+        "top_logprobs": [_by_text(one) for one in positions],
         "text_offset": [min(one.text_offset or 0, len(text)) for one in positions],
     }
+
+
+def _by_text(position: PositionLogprobs) -> dict[str, float | None]:
+    """Those of a position. Of tokens with the same text (`<0x41>` and `A`) the one that came has it for a name, or else
+    the most probable one; the others are told by their ids."""
+    chosen = position.chosen
+    owners, named = {_text(chosen): chosen.token_id}, {}
+    for token in (*position.top, chosen):
+        is_first = owners.setdefault(_text(token), token.token_id) == token.token_id
+        named[_text(token) if is_first else f"token_id:{token.token_id}"] = _logprob(token)
+    return named
 
 
 def _token(token: TokenLogprob) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def show_answers(
     """
     command.standard_output()
     started = time.perf_counter()
-    if params.num_samples > params.n:
+    if params.is_ranked:
         deltas = _whole(engine, asked, params, options)
     else:
         deltas = in_order([engine.stream(prompt, params, options) for prompt in asked], together=together)
@@ -193,7 +193,7 @@ def _check(llm: LLM, prompt: Prompt, params: SamplingParams, index: int, count: 
 def _whole(
     engine: Answering, prompts: list[Prompt], params: SamplingParams, options: RequestOptions
 ) -> Iterator[tuple[int, StreamDelta]]:
-    """What can't be streamed: each output in one piece."""
+    """What has no order before the end: each output in one piece."""
     for index, output in enumerate(engine.generate(prompts, params, options)):
         yield index, StreamDelta(text=output.text, token_ids=output.token_ids, output=output)
 

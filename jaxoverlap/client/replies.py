@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
+
+from jaxoverlap.sampling_params import SamplingParams
 
 
 class _Reply:
@@ -31,7 +33,8 @@ class ModelInfo(_Reply):
       served_name: what requests may call it.
       max_model_len: prompt and outputs together, in tokens.
       capabilities: what requests may ask for in this build, as fields of `SamplingParams`.
-      sampling_defaults: what they get if they leave it out, where the model's generation_config.json says something.
+      sampling_defaults: what they get if they leave it out, where the model's generation_config.json says something:
+        fields of `SamplingParams`.
     """
 
     served_name: str
@@ -44,6 +47,14 @@ class ModelInfo(_Reply):
     dtype: str
     capabilities: tuple[str, ...]
     sampling_defaults: dict[str, float]
+
+    @classmethod
+    def of(cls, message: Any) -> Self:
+        info = super().of(message)
+        # A message has one type of number for all of them.
+        whole = {field.name for field in fields(SamplingParams) if type(field.default) is int}
+        told = info.sampling_defaults
+        return replace(info, sampling_defaults={name: int(n) if name in whole else n for name, n in told.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

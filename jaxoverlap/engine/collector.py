@@ -13,18 +13,19 @@ from collections.abc import Sequence
 from jaxoverlap.outputs import CompletionOutput, FinishReason, PositionLogprobs, RequestOutput, StreamDelta
 from jaxoverlap.prompts import Prompt
 from jaxoverlap.request import Request, RequestStatus
+from jaxoverlap.text.detokenizer import prompt_end
 from jaxoverlap.text.logprobs import prompt_logprobs
 from jaxoverlap.text.output_assembler import OutputAssembler, Piece
 from jaxoverlap.text.tokenizer import Tokenizer
 
 
 class SampleCollector:
-    """One sample: the engine's request, and what has left of it so far."""
+    """One sample: the engine's request, and what has left of it so far. `prompt_end`: of its prompt."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, prompt_end: Sequence[int]) -> None:
         self.request = request
         self.is_finished = False
-        self._assembler = OutputAssembler(tokenizer, request.sampling, request.prompt_ids)
+        self._assembler = OutputAssembler(tokenizer, request.sampling, prompt_end)
         self._num_taken = 0
         self._texts: list[str] = []
         self._token_ids: list[int] = []
@@ -90,7 +91,9 @@ class PromptCollector:
     """
 
     def __init__(self, prompt: Prompt, requests: Sequence[Request], tokenizer: Tokenizer, *, streams: bool) -> None:
-        self.samples = [SampleCollector(request, tokenizer) for request in requests]
+        first = requests[0]
+        end = prompt_end(tokenizer, first.prompt_ids, first.sampling.hides_special_tokens)
+        self.samples = [SampleCollector(request, tokenizer, end) for request in requests]
         self.deltas: deque[StreamDelta] = deque()
         self._prompt = prompt
         self._tokenizer = tokenizer

@@ -27,7 +27,7 @@ from jaxoverlap.interrupt import interrupt_deferred
 from jaxoverlap.prompts import Prompt
 from jaxoverlap.request import Request, RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
-from jaxoverlap.text.stop_strings import hidden_stops
+from jaxoverlap.text.stop_strings import special_stops
 from jaxoverlap.text.tokenizer import Tokenizer
 
 _LET_OTHERS_SECONDS = 20e-6
@@ -75,7 +75,7 @@ class SharedEngine:
         Args:
           compiling: what `Engine.compile_constraint` gave for these parameters; it is waited for.
         """
-        hidden_stops(self._tokenizer, sampling)
+        special_stops(self._tokenizer, sampling)
         prompt = self.engine.check(prompt_ids, sampling)
         if compiling is not None:
             compiling.result()
@@ -101,7 +101,7 @@ class SharedEngine:
           EngineError: it is closed, or the engine has failed.
           KeyboardInterrupt: Ctrl-C; nothing is queued.
         """
-        hidden_stops(self._tokenizer, sampling)
+        special_stops(self._tokenizer, sampling)
         if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
         collector = None

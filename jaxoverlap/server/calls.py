@@ -21,6 +21,7 @@ from jaxoverlap.errors import JaxOverlapError
 from jaxoverlap.outputs import CompletionOutput, FinishReason, PositionLogprobs, TokenScore
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.server.statuses import SlowReaderError
+from jaxoverlap.text.detokenizer import prompt_end
 from jaxoverlap.text.logprobs import prompt_logprobs
 from jaxoverlap.text.output_assembler import OutputAssembler, Piece
 from jaxoverlap.text.tokenizer import Tokenizer
@@ -81,7 +82,7 @@ class Sample:
         key: int,
         tokenizer: Tokenizer,
         sampling: SamplingParams,
-        prompt_ids: np.ndarray,
+        prompt_end: Sequence[int],
         arrival: float,
     ) -> None:
         self.index, self.key = index, key
@@ -91,7 +92,7 @@ class Sample:
         self.finish_reason: FinishReason | None = None
         self._matched_token_id: int | None = None
         self._arrival = arrival
-        self._assembler = OutputAssembler(tokenizer, sampling, prompt_ids)
+        self._assembler = OutputAssembler(tokenizer, sampling, prompt_end)
         self.admit_time: float | None = None
         self.first_token_time: float | None = None
         self._finish_time: float | None = None
@@ -182,8 +183,9 @@ class Call:
         self.arrival = arrival
         self.queued_time: float | None = None
         self.sampling = sampling
+        end = prompt_end(tokenizer, prompt_ids, sampling.hides_special_tokens)
         self.samples = [
-            Sample(index, key, tokenizer, sampling, prompt_ids, arrival) for index, key in enumerate(keys)
+            Sample(index, key, tokenizer, sampling, end, arrival) for index, key in enumerate(keys)
         ]  # raises for a stop string that could never match
         self.started: CallStart | None = None
         self.error: JaxOverlapError | None = None

@@ -29,6 +29,7 @@ from jaxoverlap.server.calls import Call
 from jaxoverlap.server.engine_client import EngineClient
 from jaxoverlap.server.prompt_ids import encode_prompt
 from jaxoverlap.server.text_bound import TextBound
+from jaxoverlap.text.stop_strings import prepare_stops
 from jaxoverlap.text.tokenizer import Tokenizer
 from jaxoverlap.v1 import generate_service_pb2 as pb
 from jaxoverlap.v1 import generate_service_pb2_grpc
@@ -228,6 +229,7 @@ def _read(
     ids = model.limits.check_prompt(model.encode_prompt(given))
     if given.HasField("chat"):
         sampling = sampling.for_prompt(requests.prompt_of(given))
+    prepare_stops(model.tokenizer, sampling)
     most = limits.max_prompt_tokens
     if most is not None and len(ids) > most:
         raise InvalidRequestError("prompt", f"{len(ids)} tokens", f"this server takes at most {most}")

@@ -144,13 +144,13 @@ def _plain(value: Any, field: str) -> Any:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
+    """`{% generation %}` marks what an assistant said, for training; here it is a scope for what is set in it."""
 
     tags = {"generation"}  # noqa: RUF012, as Jinja declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        return [jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)]
 
 
 class _Dict:

@@ -34,7 +34,7 @@ class IncrementalDetokenizer:
     Args:
       tokenizer: the model's.
       skip_special_tokens: special tokens add no text.
-      prompt_ids: what the outputs follow.
+      prompt_ids: what the outputs follow, or its `prompt_end`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skips_special = skip_special_tokens
-        context = _context(tokenizer, prompt_ids, skip_special_tokens)
+        context = prompt_end(tokenizer, prompt_ids, skip_special_tokens)
         self._stream = (_ByteStream if tokenizer.is_byte_level else _WindowStream)(tokenizer, context)
 
     def add(self, ids: Iterable[int]) -> str:
@@ -79,9 +79,10 @@ class IncrementalDetokenizer:
         return self._stream.finish()
 
 
-def _context(tokenizer: Tokenizer, prompt_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool) -> list[int]:
+def prompt_end(tokenizer: Tokenizer, prompt_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool) -> list[int]:
     """The end of a prompt, as far as it bears on the text behind it: some tokens of text, and byte tokens after them.
 
+    It may stand for the prompt, so that several samples look for it once: a prompt may end with many hidden tokens.
     Empty exactly if the prompt adds no text.
     """
     context: list[int] = []

@@ -17,11 +17,13 @@ Rules:
   certain, and what comes after that never leaves, neither text nor ids nor log-probabilities.
 * They are looked for in the whole characters of a run of byte tokens too, although a bad byte could still change these:
   if the sequence ends there, none comes.
-* A stop that is a special token which is hidden matches by the token's id as well.
+* A stop that is a special token which is hidden matches by the token's id as well. One that is the id which ended the
+  sequence matches, hidden or not.
 * A match that ends in the first `min_tokens` outputs is none; one that begins there may be. A character belongs to the
   token that completes it.
 * The id that ended the sequence (a stop id, or the model's end) is in the ids, and its text is not shown; with
-  `include_stop_str_in_output` it is, unless it is a special token that is hidden. No stop string is looked for in it.
+  `include_stop_str_in_output` it is, unless it is a special token that is hidden and no stop. No other stop string is
+  looked for in it.
 * At the end everything that waited leaves. Half a character becomes U+FFFD, as in `Tokenizer.decode`.
 """
 
@@ -38,7 +40,7 @@ from jaxoverlap.outputs import PositionLogprobs, TokenScore
 from jaxoverlap.sampling_params import SamplingParams
 from jaxoverlap.text.detokenizer import IncrementalDetokenizer
 from jaxoverlap.text.logprobs import position_logprobs
-from jaxoverlap.text.stop_strings import automaton, hidden_stops
+from jaxoverlap.text.stop_strings import automaton, special_stops
 from jaxoverlap.text.tokenizer import Tokenizer
 
 
@@ -90,7 +92,8 @@ class OutputAssembler:
         self._detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special_tokens=sampling.hides_special_tokens, prompt_ids=prompt_ids
         )
-        self._hidden_stops = hidden_stops(tokenizer, sampling)
+        self._special_stops = special_stops(tokenizer, sampling)
+        self._hidden_stops = self._special_stops if sampling.hides_special_tokens else {}
         self._stops = automaton(tuple(sampling.stop))
         self._stop_state = 0
         self._ahead, self._ahead_state = "", 0
@@ -144,6 +147,9 @@ class OutputAssembler:
             else:
                 self._see(self._detokenizer.finish())
             if matched_token_id is not None and self.matched_string is None:
+                self.matched_string = self._special_stops.get(matched_token_id)
+                if self._sampling.include_stop_str_in_output:
+                    self._text += self._hidden_stops.get(matched_token_id, "")
                 self._wait(matched_token_id, scores[-1] if scores else None, offset)
         self._finished = True
         rest = self._release()

@@ -87,22 +87,41 @@ def automaton(stops: tuple[str, ...]) -> StopStrings:
     return StopStrings(stops)
 
 
-def hidden_stops(tokenizer: Tokenizer, sampling: SamplingParams) -> dict[int, str]:
-    """Stops that are special tokens which `skip_special_tokens` keeps out of the text: they match by their id.
+def special_stops(tokenizer: Tokenizer, sampling: SamplingParams) -> dict[int, str]:
+    """Stops that are special tokens, by their ids.
 
     Raises:
-      InvalidRequestError: a stop has such a token beside other text. It could be found neither in the text, which
-        does not show the token, nor by an id.
+      InvalidRequestError: a stop has a token that `skip_special_tokens` keeps out of the text beside other text. It
+        could be found neither in the text, which does not show the token, nor by an id.
     """
-    if not sampling.stop or not sampling.hides_special_tokens:
+    if not sampling.stop:
         return {}
     special = tokenizer.special_tokens
-    for index, stop in enumerate(sampling.stop):
-        within = next((token for token in special if token in stop and stop not in special), None)
-        if within is not None:
-            raise InvalidRequestError(
-                f"stop[{index}]",
-                stop,
-                f"skip_special_tokens hides {within!r}; use it alone, or skip_special_tokens=False",
-            )
+    if sampling.hides_special_tokens:
+        found = _tokens_within(tuple(sampling.stop), tuple(special))
+        for index, (stop, within) in enumerate(zip(sampling.stop, found, strict=True)):
+            if within is not None:
+                raise InvalidRequestError(
+                    f"stop[{index}]",
+                    stop,
+                    f"skip_special_tokens hides {within!r}; use it alone, or skip_special_tokens=False",
+                )
     return {special[stop]: stop for stop in sampling.stop if stop in special}
+
+
+def prepare_stops(tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+    """Raises as `special_stops`, and does what takes a while for many long stops; it is kept for who comes next."""
+    special_stops(tokenizer, sampling)
+    automaton(tuple(sampling.stop))
+
+
+@functools.lru_cache(maxsize=64)
+def _tokens_within(stops: tuple[str, ...], special: tuple[str, ...]) -> list[str | None]:
+    """Of each stop, a special token that it has beside other text; None of those that have or are none."""
+    tokens, known = _special_automaton(special), set(special)
+    return [None if stop in known else tokens.scan(0, stop)[2] for stop in stops]
+
+
+@functools.lru_cache(maxsize=4)
+def _special_automaton(special: tuple[str, ...]) -> StopStrings:
+    return StopStrings([token for token in special if token])

@@ -113,7 +113,7 @@ def _through_transformers(folder: Path) -> tuple[tokenizers.Tokenizer, dict[str,
         from transformers import AutoTokenizer
 
         loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        return loaded.backend_tokenizer, _named_tokens(loaded.special_tokens_map)
+        return loaded.backend_tokenizer, dict(loaded.special_tokens_map)
     except Exception as error:
         raise ModelError(f"{folder} has no tokenizer.json, and no other tokenizer could be read: {error}") from error
 
@@ -146,11 +146,14 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     As in transformers the roles of a model's own are the other fields that end in `_token`, and those of an object of
     extra tokens.
     """
-    own = {name: token for name, token in config.items() if name.endswith("_token") and isinstance(token, str | dict)}
+    places = {name: name for name in config if name in _NAMES or name.endswith("_token")}
+    found = {name: config[name] for name in places if name in _NAMES or isinstance(config[name], str | dict)}
     for field in ("extra_special_tokens", "additional_special_tokens", "model_specific_special_tokens"):
-        own |= config[field] if isinstance(config.get(field), dict) else {}
-    tokens = {name: config.get(name) for name in _NAMES} | {n: t for n, t in own.items() if n not in _NAMES}
-    return {name: _content(name, token) for name, token in tokens.items() if token}
+        if isinstance(extra := config.get(field), dict):
+            own = {name: token for name, token in extra.items() if name not in _NAMES}
+            found |= own
+            places |= {name: f"{field}.{name}" for name in own}
+    return {name: _content(places[name], token) for name, token in found.items() if token}
 
 
 def _content(name: str, token: Any) -> str:

@@ -285,12 +285,12 @@ def _output(
     cached_tokens: int,
     prompt_logprobs: list[PositionLogprobs] | None,
 ) -> RequestOutput:
-    given = prompt.messages if isinstance(prompt, ChatPrompt) else prompt
-    ids: list[int] = [] if isinstance(given, str) or is_chat(given) else np.asarray(given).tolist()
+    is_ids = not isinstance(prompt, str | ChatPrompt) and not is_chat(prompt)
+    ids: list[int] = np.asarray(prompt).tolist() if is_ids else []
     if prompt_logprobs is not None:
         ids = [position.chosen.token_id for position in prompt_logprobs]
     return RequestOutput(
-        prompt=given,
+        prompt=prompt,
         prompt_token_ids=ids,
         outputs=samples,
         seed=seed,

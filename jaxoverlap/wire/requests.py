@@ -50,7 +50,7 @@ def generation(
         stop=common_pb2.StopOptions(
             max_tokens=params.max_tokens,
             min_tokens=params.min_tokens,
-            strings=[_text(f"stop[{index}]", text) for index, text in enumerate(params.stop)],
+            strings=params.stop,
             token_ids=params.stop_token_ids,
             ignore_eos=params.ignore_eos,
             include_matched=params.include_stop_str_in_output,

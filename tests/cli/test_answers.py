@@ -106,6 +106,28 @@ def test_log_probabilities_of_a_text():
     }
 
 
+@pytest.mark.parametrize(
+    ("chosen", "named"),
+    [
+        ((68, -2.0), {"token_id:36": -0.5, "A": -2.0, "": -3.0, "token_id:400": -4.0}),
+        ((36, -0.5), {"A": -0.5, "token_id:68": -2.0, "": -3.0, "token_id:400": -4.0}),
+        ((7, -9.0), {"A": -0.5, "token_id:68": -2.0, "": -3.0, "token_id:400": -4.0, "z": -9.0}),
+    ],
+)
+def test_alternatives_with_the_same_text_are_all_there(chosen, named):
+    # As `A` and `<0x41>`, or ids that the tokenizer does not have.
+    texts = {36: b"A", 68: b"A", 399: b"", 400: b"", 7: b"z"}
+    top = tuple(
+        TokenLogprob(token_id, logprob, place + 1, texts[token_id])
+        for place, (token_id, logprob) in enumerate([(36, -0.5), (68, -2.0), (399, -3.0), (400, -4.0)])
+    )
+    came = TokenLogprob(*chosen, 1, texts[chosen[0]])
+    choice = body_of(request(prompt="x"), output(sample(text="A", logprobs=[PositionLogprobs(came, top, 0)])))
+    logprobs = choice["choices"][0]["logprobs"]
+    assert logprobs["top_logprobs"] == [named]
+    assert logprobs["top_logprobs"][0][logprobs["tokens"][0]] == logprobs["token_logprobs"][0]
+
+
 def test_log_probabilities_of_a_prompt():
     unpredicted = PositionLogprobs(TokenLogprob(1, None, 0, b"x"))
     answered = output(sample(), prompt_logprobs=[unpredicted, position(b"y", -3.0, 9, b"z")])

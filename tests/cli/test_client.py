@@ -173,6 +173,8 @@ def test_a_batch_is_answered_by_a_server(cli, server, tmp_path, how):
     assert answers["chat"]["choices"][0]["message"]["content"] == "<Hi>"
     assert answers["long"]["error"]["param"] == "body.prompt"
     assert server.most_open <= 8
+    recommended = server.calls[-1].generation.sampling
+    assert (recommended.temperature, recommended.top_k) == (0.5, 20)
 
 
 def test_a_batch_goes_on_when_the_server_is_back(cli, server, tmp_path):

@@ -49,6 +49,16 @@ def test_a_chat_goes_on_with_an_answer_and_shows_tools(cli, monkeypatch):
     assert result.stdout == answer_to('[{"name": "f"}][{"text": "d"}]x').removesuffix("\n") + "\n"
 
 
+def test_of_ranked_samples_each_is_shown_once_and_the_best_first(cli, monkeypatch):
+    monkeypatch.setattr("jaxoverlap.engine.collector._worst_last", lambda output: -output.index)
+    result = cli("generate", "ab", "--n", 3, "--best-of", 3, "--seed", 7, "--max-tokens", 9, "-q")
+    blocks = [
+        f"==> 1/1, sample {place + 1}/3: ab <==\n{answer_to('ab', 9, index).removesuffix(chr(10))}\n"
+        for place, index in enumerate([2, 1, 0])
+    ]
+    assert result.stdout == "\n".join(blocks)
+
+
 def test_samples_follow_under_headers(cli):
     result = cli("generate", "ab", "cd", "--n", 3, "--seed", 7, "--max-tokens", 9, "-q")
     blocks = [

@@ -133,7 +133,7 @@ def answer_to(prompt: Any, params: SamplingParams, prompt_tokens: int, request_i
     asked = params.prompt_logprobs
     ids_shown = prompt if isinstance(prompt, list) else [] if asked is None else list(range(prompt_tokens))
     return RequestOutput(
-        prompt=prompt.messages if isinstance(prompt, ChatPrompt) else prompt,
+        prompt=prompt,
         prompt_token_ids=ids_shown,
         outputs=samples,
         seed=SEED if params.seed is None else params.seed,
@@ -261,7 +261,7 @@ class FakeServer(generate_service_pb2_grpc.GenerateServiceServicer, admin_servic
             has_chat_template=True,
             dtype="float32",
             capabilities=["logprobs"],
-            sampling_defaults={"temperature": 0.5},
+            sampling_defaults={"temperature": 0.5, "top_k": 20},
         )
 
     def GetServerInfo(self, request, context):

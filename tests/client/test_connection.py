@@ -19,6 +19,7 @@ from jaxoverlap import (
     ConfigError,
     DeadlineError,
     InvalidRequestError,
+    SamplingParams,
     ServerUnavailableError,
 )
 from jaxoverlap.client import AbortedIds, ClientConfig, Health, ModelInfo
@@ -279,7 +280,7 @@ def test_what_the_service_says_of_itself(client, server):
         has_chat_template=True,
         dtype="float32",
         capabilities=("logprobs",),
-        sampling_defaults={"temperature": 0.5},
+        sampling_defaults={"temperature": 0.5, "top_k": 20},
     )
     info = client.server_info()
     assert (info.version, info.uptime_seconds, info.devices) == ("0.1.0", 1.5, ("cpu:0",))
@@ -288,6 +289,10 @@ def test_what_the_service_says_of_itself(client, server):
     assert client.health() == Health(live=True, ready=True)
     server.set_ready(False)
     assert client.health() == Health(live=True, ready=False)
+
+
+def test_what_the_model_recommends_are_parameters(client, server):
+    assert SamplingParams(**client.model_info().sampling_defaults) == SamplingParams(temperature=0.5, top_k=20)
 
 
 def test_what_operators_do(client, server):

@@ -32,6 +32,8 @@ TEMPLATES = {
     "dict": "{{ dict(a=1) }}{{ dict.fromkeys(['x'], 2) }}",
     "variables": "{{ enable_thinking }}{{ style | default('none') }}{{ add_generation_prompt }}{{ unk_token }}",
     "date": "{{ strftime_now('%Y-%m') }}",
+    "what is set in generation": "{% set x = 1 %}{% for m in messages %}{% generation %}{% set x = m.content %}{{ x }}"
+    "{{ loop.index }}{% endgeneration %}{{ x }}{% endfor %}",
 }
 TOOLS = [{"type": "function", "function": {"name": "wëather", "parameters": {"type": "object"}}}]
 
@@ -53,6 +55,14 @@ def test_equals_transformers(tmp_path, name, add_generation_prompt, tools):
     expected = theirs.apply_chat_template(CHAT, tokenize=True, return_dict=False, enable_thinking=False, **options)
     assert len(expected) > 0
     assert ours.apply_chat_template(chat(CHAT, chat_template_kwargs={"enable_thinking": False}, **options)) == expected
+
+
+def test_tokens_that_a_model_names_itself_are_variables_of_its_template(tmp_path):
+    template = "{{ think_start }}|{{ image_token }}|{{ bos_token }}|{{ add_thing_token }}"
+    names = {"extra_special_tokens": {"think_start": "<think>"}, "image_token": "<tool>", "add_thing_token": True}
+    ours, theirs = pair(save_tokenizer(make_tokenizer(), tmp_path, chat_template=template, **names))
+    assert theirs.apply_chat_template(CHAT, tokenize=False) == "<think>|<tool>|<s>|"
+    assert ours.apply_chat_template(chat()) == theirs.apply_chat_template(CHAT, return_dict=False)
 
 
 def test_a_chat_has_exactly_one_bos(tmp_path):

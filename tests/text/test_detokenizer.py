@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxoverlap.errors import InvalidRequestError
-from jaxoverlap.text.detokenizer import IncrementalDetokenizer
+from jaxoverlap.text.detokenizer import IncrementalDetokenizer, prompt_end
 from jaxoverlap.text.tokenizer import Tokenizer
 from tests.tiny_models import make_tokenizer
 
@@ -119,6 +119,17 @@ def test_behind_a_prompt_the_text_is_what_decoding_both_adds(tokenizer, skip):
         for size in (1, 8):
             deltas = deltas_of(tokenizer, ids, sizes=lambda size=size: size, skip=skip, prompt=np.array(prompt, int))
             assert before + "".join(deltas) == both, (prompt, ids)
+
+
+def test_the_end_of_a_prompt_stands_for_it(tokenizer):
+    rng = random.Random(4)
+    for trial in range(300):
+        skip = trial % 2 == 0
+        prompt, ids = ([rng.randrange(tokenizer.vocab_size) for _ in range(rng.randint(0, 9))] for _ in range(2))
+        end = prompt_end(tokenizer, np.array(prompt, int), skip)
+        assert len(end) <= len(prompt) and prompt_end(tokenizer, end, skip) == end
+        of_end, whole = (deltas_of(tokenizer, ids, sizes=lambda: 1, skip=skip, prompt=some) for some in (end, prompt))
+        assert of_end == whole, (prompt, ids)
 
 
 @pytest.mark.parametrize("name", ["metaspace", "llama2"])

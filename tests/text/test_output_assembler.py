@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -340,10 +341,48 @@ def test_a_stop_that_is_a_hidden_special_token_matches(tokenizer):
     assert joined(pieces)[1] == ids[:3] and assembler.matched_string == "</s>"
 
 
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("cut", [[1, 1], [2]])
+def test_a_stop_that_is_the_special_token_which_ended_the_sequence_matches(skip, cut):
+    ids = [*BYTE_LEVEL.encode("x"), *ids_of(BYTE_LEVEL, "</s>")]
+    params = {"logprobs": 1, "skip_special_tokens": skip}
+    for include, text in ((False, "x"), (True, "x</s>")):
+        pieces, assembler = run(
+            BYTE_LEVEL,
+            ids,
+            cut,
+            matched_token_id=ids[1],
+            stop=["x.", "</s>"],
+            include_stop_str_in_output=include,
+            **params,
+        )
+        assert joined(pieces)[:2] == (text, ids) and len(joined(pieces)[2]) == 2
+        assert assembler.matched_string == "</s>"
+    # What comes before it may end the sequence first.
+    pieces, assembler = run(BYTE_LEVEL, ids, cut, matched_token_id=ids[1], stop=["x", "</s>"], **params)
+    assert (joined(pieces)[:2], assembler.matched_string) == (("", ids[:1]), "x")
+    # Another special token that ends it is the model's end, as ever.
+    pieces, assembler = run(BYTE_LEVEL, ids, cut, matched_token_id=ids[1], stop="<s>", **params)
+    assert (joined(pieces)[:2], assembler.matched_string) == (("x", ids), None)
+
+
 def test_a_special_token_within_a_stop_that_hides_it_is_refused():
     with pytest.raises(InvalidRequestError, match=r"stop\[1\]: .* skip_special_tokens hides .</s>."):
         OutputAssembler(BYTE_LEVEL, SamplingParams(stop=["x", "a</s>"]))
     OutputAssembler(BYTE_LEVEL, SamplingParams(stop=["x", "a</s>"], skip_special_tokens=False))
+
+
+def test_many_long_stops_are_looked_through_once_for_all_samples():
+    backend = make_tokenizer()
+    backend.add_special_tokens([AddedToken(f"<|{place}|>", special=True) for place in range(1000)])
+    tokenizer = Tokenizer(backend)
+    sampling = SamplingParams(stop=[str(place) + "<|9" * 300 for place in range(64)])
+    begun = time.process_time()
+    for _ in range(128):
+        OutputAssembler(tokenizer, sampling)
+    assert time.process_time() - begun < 3  # each for itself they took 12
+    with pytest.raises(InvalidRequestError, match=r"stop\[1\]: .* hides .<\|999\|>."):
+        OutputAssembler(tokenizer, SamplingParams(stop=[sampling.stop[0], "<|9" * 300 + "<|999|>"]))
 
 
 @pytest.mark.parametrize("cut", [[1, 1, 1], [3]])

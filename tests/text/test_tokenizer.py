@@ -260,6 +260,8 @@ ADDED = {
     "extra with roles": {"extra_special_tokens": {"image_token": "<|new|>"}, "audio_token": "<|newer|>"},
     "an object": {"image_token": {"content": "<|new|>", "__type": "AddedToken"}, "add_bos_token": True},
     "a role": {"pad_token": "<|new|>", "eos_token": {"content": "<|newer|>", "__type": "AddedToken"}},
+    "named": {"extra_special_tokens": {"think_start": "<|new|>", "think_end": "<tool>"}},
+    "the model's own": {"image_token": "<|new|>", "add_thing_token": True, "end_of_turn_token": "<tool>"},
     "split": {"split_special_tokens": True},
     "added_tokens.json": {},
 }
@@ -316,6 +318,8 @@ def test_an_added_token_whose_id_does_not_fit_is_refused(tmp_path, token_id):
         {"added_tokens_decoder": {"260": {"content": 3}}},
         {"additional_special_tokens": "<x>"},
         {"additional_special_tokens": [3]},
+        {"extra_special_tokens": {"think": 3}},
+        {"image_token": {"special": True}},
         {"eos_token": 7},
         {"eos_token": {"special": True}},
         {"chat_template": [1]},
