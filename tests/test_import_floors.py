@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "jaxoverlap"
 
 FLOOR = {
-    "errors": -3, "v1": -3, "checks": -2,
+    "errors": -3, "v1": -3, "interrupt": -3, "checks": -2,
     "id_arrays": -2, "prompts": -2, "sampling_params": -1, "outputs": -1,
     "constraint": 0, "request": 0,
     "config": 1, "observe": 0,
@@ -26,6 +26,7 @@ FLOOR = {
 }  # fmt: skip
 NO_JAX = {
     "errors",
+    "interrupt",
     "checks",
     "v1",
     "prompts",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 import time
@@ -104,7 +105,39 @@ def test_ctrl_c_is_not_lost_where_a_prompt_is_refused(llm):  # noqa: F811
     assert_usable(llm)
 
 
-def test_a_step_that_a_programs_own_handler_stops_half_way_ends_the_engine(llm):  # noqa: F811
+@pytest.mark.parametrize("name", ["SIGALRM", "SIGTERM"])
+def test_what_a_programs_handler_of_a_signal_raises_leaves_no_step_half_done(llm, name):  # noqa: F811
+    class Late(Exception):
+        pass
+
+    def late(*_):
+        raise Late
+
+    number = getattr(signal, name)
+    usual = signal.signal(number, late)
+    try:
+        before(llm.engine.loop.scheduler, "commit", lambda: os.kill(os.getpid(), number))
+        with pytest.raises(Late):
+            llm.generate([[5], [6]], LONG)
+        assert_usable(llm)
+    finally:
+        signal.signal(number, usual)
+
+
+def test_a_handler_that_closes_an_llm_does_so_between_two_steps(llm):  # noqa: F811
+    """As one of SIGTERM may, and then lets the program go on."""
+    inside = []
+    before(llm.engine.loop.scheduler, "commit", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    usual = signal.signal(signal.SIGTERM, lambda *_: (inside.append(llm._shared._is_busy), llm.close()))
+    try:
+        with pytest.raises(EngineError, match="closed"):
+            llm.generate([5], LONG)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert inside == [False]
+
+
+def test_a_step_that_something_stops_half_way_ends_the_engine(llm):  # noqa: F811
     class Stop(BaseException):
         pass
 
