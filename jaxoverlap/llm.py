@@ -19,7 +19,8 @@ from jaxoverlap import display
 from jaxoverlap.checks import check_int
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine
-from jaxoverlap.engine.inputs import Compiling, Input, run
+from jaxoverlap.engine.compiling import Compiling
+from jaxoverlap.engine.inputs import Input, run
 from jaxoverlap.engine.shared import SharedEngine
 from jaxoverlap.engine.watchdog import Watchdog
 from jaxoverlap.errors import (
@@ -136,7 +137,7 @@ class LLM:
         params = one_for_each(many, "sampling_params", sampling_params, SamplingParams, self.default_sampling_params)
         params = [one.for_prompt(prompt) for prompt, one in zip(many, params, strict=True)]
         treatment = one_for_each(many, "options", options, RequestOptions, DEFAULT_OPTIONS)
-        compiling = [self.engine.compile_constraint(one) for one in params]  # all at once; each then waits for its own
+        compiling = [self._shared.compile_constraint(one) for one in params]  # all at once; each then waits for its own
         inputs = []
         for index, (prompt, *given) in enumerate(zip(many, params, treatment, compiling, strict=True)):
             try:
@@ -224,12 +225,12 @@ class LLM:
         if params.num_samples > params.n:
             allowed = "which samples are the best is not known before the end; use n, or generate"
             raise InvalidRequestError("best_of", params.best_of, allowed)
-        return self._stream(self._checked(prompt, params, treatment, self.engine.compile_constraint(params)))
+        return self._stream(self._checked(prompt, params, treatment, self._shared.compile_constraint(params)))
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that the model would see; raises as `generate` if it would refuse. Needs no warm-up."""
         params = self._params(prompt, sampling_params)
-        checked = self._checked(prompt, params, DEFAULT_OPTIONS, self.engine.compile_constraint(params))
+        checked = self._checked(prompt, params, DEFAULT_OPTIONS, self._shared.compile_constraint(params))
         assert isinstance(checked.ids, np.ndarray)
         return checked.ids.tolist()
 
@@ -331,7 +332,7 @@ class LLM:
             prompt, params, options = input_of(given)
             params = self._params(prompt, params)
             options = one_of("options", options, RequestOptions, DEFAULT_OPTIONS)
-            return Input(prompt, self._encode(prompt), params, options, self.engine.compile_constraint(params))
+            return Input(prompt, self._encode(prompt), params, options, self._shared.compile_constraint(params))
         except JaxOverlapError as error:
             return Input(given, error, SamplingParams(), DEFAULT_OPTIONS, None)
 

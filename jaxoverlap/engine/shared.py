@@ -14,13 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
 
 from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.collector import PromptCollector
+from jaxoverlap.engine.compiling import Compiling
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import EngineError
 from jaxoverlap.interrupt import interrupt_deferred
@@ -64,16 +64,19 @@ class SharedEngine:
     def queue_is_full(self) -> bool:
         return self.engine.queue_is_full
 
+    def compile_constraint(self, sampling: SamplingParams) -> Compiling | None:
+        """As `Engine.compile_constraint`."""
+        with interrupt_deferred():
+            future = self.engine.compile_constraint(sampling)
+        return None if future is None else Compiling(future)
+
     def check(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        sampling: SamplingParams,
-        compiling: Future[CompiledConstraint] | None,
+        self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams, compiling: Compiling | None
     ) -> np.ndarray:
         """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does.
 
         Args:
-          compiling: what `Engine.compile_constraint` gave for these parameters; it is waited for.
+          compiling: what `compile_constraint` gave for these parameters; it is waited for.
         """
         hidden_stops(self._tokenizer, sampling)
         prompt = self.engine.check(prompt_ids, sampling)
@@ -94,7 +97,7 @@ class SharedEngine:
     ) -> PromptCollector:
         """Queues a prompt's samples; when the last of them is finished, their collector goes to `finished`.
 
-        Without `compiled` it waits for `Engine.compile_constraint`, and holds up nobody else meanwhile.
+        Without `compiled` it waits for `compile_constraint`, and holds up nobody else meanwhile.
 
         Raises:
           InvalidRequestError, QueueFullError: as `Engine.add_samples`.
@@ -102,7 +105,7 @@ class SharedEngine:
           KeyboardInterrupt: Ctrl-C; nothing is queued.
         """
         hidden_stops(self._tokenizer, sampling)
-        if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
+        if compiled is None and (compiling := self.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
         collector = None
         try:
