@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import math
+import os
 import sys
 import weakref
 from collections import deque
@@ -62,7 +63,8 @@ class LLM:
     Raises:
       ConfigError, ModelError, UnsupportedError: it can't start; the message says what to change.
 
-    Use it as a context manager, or `close` it. Calls from several threads take turns at the engine.
+    Use it as a context manager, or `close` it. Calls from several threads take turns at the engine. It belongs to its
+    process: in a fork it raises EngineError, and it can be neither copied nor pickled.
     """
 
     def __init__(
@@ -287,6 +289,11 @@ class LLM:
         self._let_go()
         self._watchdog.stop()
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an LLM belongs to its process, and can be neither copied nor pickled: open one where it is used"
+        )
+
     def __enter__(self) -> LLM:
         return self
 
@@ -374,3 +381,15 @@ def _close_all() -> None:
     for llm in list(_open):
         if llm._shared.close(_EXIT_SECONDS):
             llm.close()
+
+
+def _leave_all_behind() -> None:
+    """In a fork. Its end, which must not let go of what is the device's, comes by itself."""
+    for llm in list(_open):
+        llm._let_go.detach()
+        llm._shared.leave_behind()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_behind)

@@ -174,6 +174,10 @@ class ClientBase:
         self._clock = Clock()
         self._closed = False
 
+    def __reduce__(self) -> Any:
+        which = {"Client": "a Client"}.get(type(self).__name__, "an AsyncClient")
+        raise TypeError(f"{which} has a connection, and can be neither copied nor pickled: open one where it is used")
+
     def _ask(
         self,
         prompt: Prompt,

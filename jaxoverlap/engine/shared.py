@@ -46,6 +46,7 @@ class SharedEngine:
         self.engine = engine
         self.lock = threading.RLock()
         self.is_closed = False
+        self._closed_because = "this LLM is closed"
         self._tokenizer = tokenizer
         self._stopped_by: BaseException | None = None
         self._waiting: set[int] = set()
@@ -214,9 +215,18 @@ class SharedEngine:
         self.lock.release()
         return True
 
+    def leave_behind(self) -> None:
+        """In a fork of the process: whoever had the lock is not here, nor are the device's threads."""
+        self.lock = threading.RLock()
+        self.is_closed = True
+        self._closed_because = (
+            "this LLM belongs to the process that this one is a fork of, and can't be used here: open one in each "
+            "process, and start processes by 'spawn', not by 'fork'"
+        )
+
     def check_open(self) -> None:
         if self.is_closed:
-            raise EngineError("this LLM is closed")
+            raise EngineError(self._closed_because)
         if (error := self._stopped_by) is not None:
             text = f"a step was left half done, and the engine must be restarted: {type(error).__name__}: {error}"
             raise EngineError(text) from error
