@@ -31,6 +31,7 @@ from jaxoverlap.errors import (
     QueueFullError,
     shortened,
 )
+from jaxoverlap.interrupt import interrupt_deferred
 from jaxoverlap.observe.chrome_trace import About, to_chrome
 from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
@@ -285,8 +286,14 @@ class LLM:
 
     def close(self) -> None:
         """Aborts what runs and lets go of the device's memory. Calling it twice is fine. An LLM that nobody holds any
-        more, or that is open when the program ends, is closed."""
-        self._let_go()
+        more, or that is open when the program ends, is closed.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C; what was not done yet is done by the next call.
+        """
+        self._shared.close()
+        with interrupt_deferred():
+            self._let_go()
         self._watchdog.stop()
 
     def __reduce__(self) -> Any:
@@ -384,7 +391,7 @@ def _close_all() -> None:
 
 
 def _leave_all_behind() -> None:
-    """In a fork. Its end, which must not let go of what is the device's, comes by itself."""
+    """In a fork, whose end must not let go of what is the device's."""
     for llm in list(_open):
         llm._let_go.detach()
         llm._shared.leave_behind()

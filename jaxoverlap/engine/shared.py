@@ -206,13 +206,19 @@ class SharedEngine:
                 self._callers.pop(sample.request.request_id, None)
                 self.engine.abort(sample.request)
 
-    def close(self, seconds: float = -1.0) -> bool:
-        """Ends all calls with the step under way. False if that takes longer than so many seconds; -1 is no limit."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Ends all calls with the step under way. False if that takes longer than so many seconds; None is no limit.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C; nothing new begins all the same.
+        """
         self.is_closed = True
-        if not self.lock.acquire(timeout=seconds):
-            return False
-        self._callers.clear()
-        self.lock.release()
+        if seconds is not None:
+            if not self.lock.acquire(timeout=seconds):
+                return False
+            self.lock.release()
+        with self.lock:
+            self._callers.clear()
         return True
 
     def leave_behind(self) -> None:

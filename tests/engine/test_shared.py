@@ -124,6 +124,29 @@ def test_what_a_programs_handler_of_a_signal_raises_leaves_no_step_half_done(llm
         signal.signal(number, usual)
 
 
+def test_a_close_that_ctrl_c_ends_can_be_done_again(llm):  # noqa: F811
+    let_go, in_step, goes_on = [], threading.Event(), threading.Event()
+    llm.runner.release = lambda: let_go.append(True)
+
+    def work():
+        with pytest.raises(EngineError, match="closed"):
+            llm.generate([5], LONG)
+
+    before(llm.engine.loop.scheduler, "commit", lambda: (in_step.set(), goes_on.wait(30)))
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert in_step.wait(30)
+    threading.Timer(0.1, press_ctrl_c).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert not let_go
+    goes_on.set()
+    for _ in range(2):
+        llm.close()
+        assert let_go == [True]
+    thread.join(30)
+
+
 def test_a_handler_that_closes_an_llm_does_so_between_two_steps(llm):  # noqa: F811
     """As one of SIGTERM may, and then lets the program go on."""
     inside = []
