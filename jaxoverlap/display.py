@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from rich.console import Console
@@ -54,11 +54,15 @@ def track_warm_up(shapes: Iterable[Item], count: int) -> Iterator[Item]:
 
 
 def _start(bar: Progress) -> bool:
-    """False if another one is shown. Not to be interrupted, nor is `_stop`: a bar would stay, and no other come."""
+    """False if another one is shown, or the terminal has gone. Not to be interrupted, nor is `_stop`: a bar would stay,
+    and no other come."""
     if not _terminal.acquire(blocking=False):
         return False
     try:
         bar.start()
+    except OSError:
+        _stop(bar)
+        return False
     except BaseException:
         _terminal.release()
         raise
@@ -67,7 +71,8 @@ def _start(bar: Progress) -> bool:
 
 def _stop(bar: Progress) -> None:
     try:
-        bar.stop()
+        with suppress(OSError):  # the terminal has gone
+            bar.stop()
     finally:
         _terminal.release()
 

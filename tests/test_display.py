@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -125,6 +126,30 @@ def test_a_bar_that_ctrl_c_comes_to_goes_away_and_others_are_shown(screen, monke
     with display.generation_bar(7, shown=True):
         pass
     assert "0/7" in screen.getvalue()
+
+
+@pytest.mark.parametrize("shown_before", [False, True])
+def test_a_terminal_that_has_gone_takes_no_result_along(screen, monkeypatch, shown_before):
+    """As where a program goes on when its terminal is closed."""
+
+    def gone(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with LLM(max_running=4, progress=True) as llm:
+        answers, finish = llm.generate_each([([1], GREEDY)]), llm.runner.finish
+
+        def finish_without_terminal(step):
+            monkeypatch.setattr(screen, "write", gone)
+            return finish(step)
+
+        llm.runner.finish = finish_without_terminal
+        if not shown_before:
+            monkeypatch.setattr(screen, "write", gone)
+        before = threading.active_count()
+        assert [output.token_ids for _, output in answers] == [oracle([1], 6, (), salt=1)[0]]
+        assert llm.generate([[1]], GREEDY)[0].token_ids == oracle([1], 6, (), salt=1)[0]
+        eventually(lambda: threading.active_count() <= before, "the end of what draws the bar")
+    assert not display._terminal.locked()
 
 
 @contextmanager
