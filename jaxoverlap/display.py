@@ -10,11 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from jaxoverlap.interrupt import interrupt_deferred
 
 Item = TypeVar("Item")
 
@@ -36,16 +38,41 @@ def is_wanted(progress: bool | None) -> bool:
 
 def track_warm_up(shapes: Iterable[Item], count: int) -> Iterator[Item]:
     """Shows which step shape is being compiled."""
-    if not _terminal.acquire(blocking=False):
-        yield from shapes
-        return
+    bar, is_shown = _progress(), False
     try:
-        with _progress() as bar:
-            task = bar.add_task("compiling", total=count, note="")
-            for shape in shapes:
-                bar.update(task, note=str(shape))
-                yield shape
-                bar.advance(task)
+        with interrupt_deferred():
+            is_shown = _start(bar)
+        task = bar.add_task("compiling", total=count, note="")
+        for shape in shapes:
+            bar.update(task, note=str(shape))
+            yield shape
+            bar.advance(task)
+    finally:
+        if is_shown:
+            with interrupt_deferred():
+                _stop(bar)
+
+
+def _start(bar: Progress) -> bool:
+    """False if another one is shown, or the terminal has gone. Not to be interrupted, nor is `_stop`: a bar would stay,
+    and no other come."""
+    if not _terminal.acquire(blocking=False):
+        return False
+    try:
+        bar.start()
+    except OSError:
+        _stop(bar)
+        return False
+    except BaseException:
+        _terminal.release()
+        raise
+    return True
+
+
+def _stop(bar: Progress) -> None:
+    try:
+        with suppress(OSError):  # the terminal has gone
+            bar.stop()
     finally:
         _terminal.release()
 
@@ -73,9 +100,8 @@ class GenerationBar:
         """Unless another bar is shown, or this was hidden just now."""
         if self._bar is None or self._is_shown or time.monotonic() < self._show_at:
             return
-        if _terminal.acquire(blocking=False):
-            self._is_shown = True
-            self._bar.start()
+        with interrupt_deferred():
+            self._is_shown = _start(self._bar)
 
     def hide(self) -> None:
         """Until a later `update`: others write to the terminal now. A notebook's bar has a place of its own."""
@@ -85,19 +111,17 @@ class GenerationBar:
     def stop(self) -> None:
         if self._bar is None or not self._is_shown:
             return
-        try:
-            self._bar.stop()
-        finally:
+        with interrupt_deferred():
             self._is_shown = False
             self._show_at = time.monotonic() + _HIDDEN_SECONDS
-            _terminal.release()
+            _stop(self._bar)
 
 
 @contextmanager
 def generation_bar(total: int | None, *, shown: bool) -> Iterator[GenerationBar]:
     bar = GenerationBar(_progress() if shown else None, total)
-    bar.show()
     try:
+        bar.show()
         yield bar
     finally:
         bar.stop()

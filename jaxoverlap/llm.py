@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import math
+import os
 import sys
 import weakref
 from collections import deque
@@ -19,7 +20,8 @@ from jaxoverlap import display
 from jaxoverlap.checks import check_int
 from jaxoverlap.config import EngineConfig
 from jaxoverlap.engine.build import build_engine
-from jaxoverlap.engine.inputs import Compiling, Input, run
+from jaxoverlap.engine.compiling import Compiling
+from jaxoverlap.engine.inputs import Input, run
 from jaxoverlap.engine.shared import SharedEngine
 from jaxoverlap.engine.watchdog import Watchdog
 from jaxoverlap.errors import (
@@ -29,6 +31,7 @@ from jaxoverlap.errors import (
     QueueFullError,
     shortened,
 )
+from jaxoverlap.interrupt import interrupt_deferred
 from jaxoverlap.observe.chrome_trace import About, to_chrome
 from jaxoverlap.observe.timeline import MAX_STEPS
 from jaxoverlap.outputs import RequestOutput, StreamDelta
@@ -61,7 +64,8 @@ class LLM:
     Raises:
       ConfigError, ModelError, UnsupportedError: it can't start; the message says what to change.
 
-    Use it as a context manager, or `close` it. Calls from several threads take turns at the engine.
+    Use it as a context manager, or `close` it. Calls from several threads take turns at the engine. It belongs to its
+    process: in a fork it raises EngineError, and it can be neither copied nor pickled.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class LLM:
         params = one_for_each(many, "sampling_params", sampling_params, SamplingParams, self.default_sampling_params)
         params = [one.for_prompt(prompt) for prompt, one in zip(many, params, strict=True)]
         treatment = one_for_each(many, "options", options, RequestOptions, DEFAULT_OPTIONS)
-        compiling = [self.engine.compile_constraint(one) for one in params]  # all at once; each then waits for its own
+        compiling = [self._shared.compile_constraint(one) for one in params]  # all at once; each then waits for its own
         inputs = []
         for index, (prompt, *given) in enumerate(zip(many, params, treatment, compiling, strict=True)):
             try:
@@ -224,12 +228,12 @@ class LLM:
         if params.num_samples > params.n:
             allowed = "which samples are the best is not known before the end; use n, or generate"
             raise InvalidRequestError("best_of", params.best_of, allowed)
-        return self._stream(self._checked(prompt, params, treatment, self.engine.compile_constraint(params)))
+        return self._stream(self._checked(prompt, params, treatment, self._shared.compile_constraint(params)))
 
     def check(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> list[int]:
         """The token ids that the model would see; raises as `generate` if it would refuse. Needs no warm-up."""
         params = self._params(prompt, sampling_params)
-        checked = self._checked(prompt, params, DEFAULT_OPTIONS, self.engine.compile_constraint(params))
+        checked = self._checked(prompt, params, DEFAULT_OPTIONS, self._shared.compile_constraint(params))
         assert isinstance(checked.ids, np.ndarray)
         return checked.ids.tolist()
 
@@ -282,9 +286,20 @@ class LLM:
 
     def close(self) -> None:
         """Aborts what runs and lets go of the device's memory. Calling it twice is fine. An LLM that nobody holds any
-        more, or that is open when the program ends, is closed."""
-        self._let_go()
+        more, or that is open when the program ends, is closed.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C; what was not done yet is done by the next call.
+        """
+        self._shared.close()
+        with interrupt_deferred():
+            self._let_go()
         self._watchdog.stop()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an LLM belongs to its process, and can be neither copied nor pickled: open one where it is used"
+        )
 
     def __enter__(self) -> LLM:
         return self
@@ -331,7 +346,7 @@ class LLM:
             prompt, params, options = input_of(given)
             params = self._params(prompt, params)
             options = one_of("options", options, RequestOptions, DEFAULT_OPTIONS)
-            return Input(prompt, self._encode(prompt), params, options, self.engine.compile_constraint(params))
+            return Input(prompt, self._encode(prompt), params, options, self._shared.compile_constraint(params))
         except JaxOverlapError as error:
             return Input(given, error, SamplingParams(), DEFAULT_OPTIONS, None)
 
@@ -373,3 +388,15 @@ def _close_all() -> None:
     for llm in list(_open):
         if llm._shared.close(_EXIT_SECONDS):
             llm.close()
+
+
+def _leave_all_behind() -> None:
+    """In a fork, whose end must not let go of what is the device's."""
+    for llm in list(_open):
+        llm._let_go.detach()
+        llm._shared.leave_behind()
+    _open.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_all_behind)

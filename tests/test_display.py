@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
 import subprocess
 import sys
 import threading
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.progress import Progress
 
 from jaxoverlap import LLM, display
 from jaxoverlap import llm as llm_module
 from tests.fakes import oracle
+from tests.server.rig import eventually
+from tests.test_interrupt import press_ctrl_c
 from tests.test_llm import GREEDY, toy_build
 
 ROOT = Path(__file__).parents[1]
@@ -98,6 +103,60 @@ def test_of_calls_at_once_one_shows_its_bar(screen):
     with display.generation_bar(3, shown=True), display.generation_bar(5, shown=True):
         assert list(display.track_warm_up([1, 2], 2)) == [1, 2]
     assert "0/3" in screen.getvalue() and "0/5" not in screen.getvalue() and "compiling" not in screen.getvalue()
+
+
+@pytest.mark.parametrize("moment", ["start", "stop"])
+@pytest.mark.parametrize("name", ["decoding", "compiling"])
+def test_a_bar_that_ctrl_c_comes_to_goes_away_and_others_are_shown(screen, monkeypatch, name, moment):
+    def interrupted(bar):
+        usual(bar)
+        press_ctrl_c()
+
+    def show():
+        with display.generation_bar(3, shown=True) if name == "decoding" else warming_up():
+            pass
+
+    before = threading.active_count()
+    with monkeypatch.context() as patch:
+        usual = getattr(Progress, moment)
+        patch.setattr(Progress, moment, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            show()
+    eventually(lambda: threading.active_count() == before, "the end of what draws the bar")
+    with display.generation_bar(7, shown=True):
+        pass
+    assert "0/7" in screen.getvalue()
+
+
+@pytest.mark.parametrize("shown_before", [False, True])
+def test_a_terminal_that_has_gone_takes_no_result_along(screen, monkeypatch, shown_before):
+    """As where a program goes on when its terminal is closed."""
+
+    def gone(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with LLM(max_running=4, progress=True) as llm:
+        answers, finish = llm.generate_each([([1], GREEDY)]), llm.runner.finish
+
+        def finish_without_terminal(step):
+            monkeypatch.setattr(screen, "write", gone)
+            return finish(step)
+
+        llm.runner.finish = finish_without_terminal
+        if not shown_before:
+            monkeypatch.setattr(screen, "write", gone)
+        before = threading.active_count()
+        assert [output.token_ids for _, output in answers] == [oracle([1], 6, (), salt=1)[0]]
+        assert llm.generate([[1]], GREEDY)[0].token_ids == oracle([1], 6, (), salt=1)[0]
+        eventually(lambda: threading.active_count() <= before, "the end of what draws the bar")
+    assert not display._terminal.locked()
+
+
+@contextmanager
+def warming_up():
+    with closing(display.track_warm_up([1, 2], 2)) as shapes:
+        next(shapes)
+        yield
 
 
 @pytest.mark.parametrize("progress", [None, True])

@@ -26,8 +26,8 @@ FLOOR = {
 }  # fmt: skip
 NO_JAX = {
     "errors",
-    "checks",
     "interrupt",
+    "checks",
     "v1",
     "prompts",
     "wire",

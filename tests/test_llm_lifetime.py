@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -12,9 +15,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxoverlap import LLM, EngineError, SamplingParams
+from jaxoverlap import LLM, AsyncClient, Client, EngineError, SamplingParams
+from jaxoverlap import llm as llm_module
 from tests.server.rig import eventually
 from tests.server.tiny_folder import write_tiny_model
+from tests.test_llm import toy_build
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = {"max_running": 2, "max_batched_tokens": 16, "max_model_len": 64, "num_pages": 32, "deterministic": True}
@@ -38,6 +43,43 @@ def work():
 threading.Thread(target=work, daemon=True).start()
 started.wait()
 print("end", flush=True)
+"""
+
+
+FORKED = """
+import copy, os, pickle, sys, threading, time, warnings
+from jaxoverlap import LLM, EngineError, SamplingParams
+from jaxoverlap import llm as llm_module
+from tests.test_llm import toy_build
+
+warnings.simplefilter("ignore")
+llm_module.build_engine = toy_build
+llm = LLM(max_running=2, progress=False)
+llm.runner.release = lambda: print("let go", flush=True)
+stream = llm.stream([5], SamplingParams(max_tokens=40, ignore_eos=True))
+next(stream)
+held = threading.Event()
+done = threading.Event()
+
+def hold():
+    with llm._shared.lock:
+        held.set()
+        done.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
+if not os.fork():
+    for use in (lambda: llm.generate([5]), lambda: next(stream), llm.memory_snapshot):
+        try:
+            use()
+        except EngineError as error:
+            print("fork" in str(error), flush=True)
+    llm.close()
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+done.set()
+print(len(list(stream)), flush=True)
+llm.close()
 """
 
 
@@ -95,3 +137,19 @@ def test_closing_ends_what_other_threads_run_with_the_step_under_way(folder):
     assert ended == ["this LLM is closed"]
     with pytest.raises(EngineError, match="closed"):
         list(stream)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks")
+def test_a_fork_is_refused_at_once_and_ends_on_its_own():
+    """Also where another thread is at the engine at that moment."""
+    run = subprocess.run([sys.executable, "-c", FORKED], cwd=ROOT, capture_output=True, timeout=60, text=True)
+    assert run.stdout.split("\n") == ["True", "True", "True", "3", "39", "let go", ""], run.stderr
+
+
+@pytest.mark.parametrize("way", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_llm_and_a_client_say_that_they_can_not_be_copied(monkeypatch, way):
+    monkeypatch.setattr(llm_module, "build_engine", toy_build)
+    with LLM(max_running=2, progress=False) as llm, Client("127.0.0.1:1") as client:
+        for one, name in ((llm, "an LLM"), (client, "a Client"), (AsyncClient("127.0.0.1:1"), "an AsyncClient")):
+            with pytest.raises(TypeError, match=f"{name} .* neither copied nor pickled"):
+                way(one)

@@ -12,6 +12,7 @@ Standard output is for answers only.
 from __future__ import annotations
 
 import functools
+import io
 import logging
 import math
 import os
@@ -41,16 +42,28 @@ _SHOW_CURSOR = b"\x1b[?25h"
 _NOISY = ("jax", "absl", "transformers", "huggingface_hub")
 
 
-def fill_closed_streams() -> None:
+def prepare_streams() -> None:
     """To be called first. Of `<&-`, `>&-` and `2>&-` the numbers must not be those of files opened later, to which
-    libraries would then write. What is said on a closed standard error goes nowhere."""
+    libraries would then write. What is said on a standard error that is closed, full, or whose reader has gone, goes
+    nowhere: that is no reason to give up the work."""
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
-    if sys.stderr is None:
-        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    encoding, errors = ("utf-8", "backslashreplace") if sys.stderr is None else (sys.stderr.encoding, sys.stderr.errors)
+    file = io.BufferedWriter(_StandardError(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(file, encoding, errors, line_buffering=True)
+
+
+class _StandardError(io.FileIO):
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BlockingIOError:
+            raise
+        except OSError:
+            return memoryview(data).nbytes
 
 
 class CommandError(Exception):
@@ -63,7 +76,7 @@ def as_command(work: Callable[..., int]) -> Callable[..., None]:
 
     @functools.wraps(with_options)
     def run(**options: Any) -> None:
-        raise typer.Exit(_exit_code(functools.partial(with_options, **options)))
+        raise typer.Exit(exit_code(functools.partial(with_options, **options)))
 
     return run
 
@@ -240,17 +253,26 @@ def _interrupt_ends_all() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _exit_code(work: Callable[[], int]) -> int:
+def exit_code(work: Callable[[], int]) -> int:
+    """Does it, and says how it has ended, after what it has printed has left."""
     try:
-        return work()
+        code = work()
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
     except (CommandError, JaxOverlapError) as error:
         say(f"error: {error}")
         return FAILED
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):  # the second is what typer makes of the first
         if sys.stderr.isatty():  # the terminal has just echoed ^C
             print(file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
+        _forget_stdout()
+        return PIPE_CLOSED
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # rich and typer make it of that
+            raise
         _forget_stdout()
         return PIPE_CLOSED
     except OSError as error:  # standard output's disk is full, say; files and start-up have their own messages

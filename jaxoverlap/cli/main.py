@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from jaxoverlap.cli.autotune import autotune
 from jaxoverlap.cli.batch import batch
 from jaxoverlap.cli.bench import bench
 from jaxoverlap.cli.chat import chat
-from jaxoverlap.cli.command import FAILED, as_command, fill_closed_streams, say
+from jaxoverlap.cli.command import FAILED, as_command, exit_code, prepare_streams, say
 from jaxoverlap.cli.generate import generate
 from jaxoverlap.cli.inspect_step import inspect_step
 from jaxoverlap.cli.serve import serve
@@ -32,7 +33,8 @@ class _Commands(typer.core.TyperGroup):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **settings: Any) -> Any:
         standalone = settings.pop("standalone_mode", True)
         try:
-            code = super().main(args, prog_name, *rest, **{**settings, "standalone_mode": False})
+            main = functools.partial(super().main, args, prog_name, *rest, **{**settings, "standalone_mode": False})
+            code = exit_code(main)
         except _UsageError as error:
             if not standalone:
                 raise
@@ -82,7 +84,7 @@ def _root(
 
 
 def main() -> None:
-    fill_closed_streams()
+    prepare_streams()
     app()
 
 

@@ -19,7 +19,7 @@ from jaxoverlap.client.calls import Ask, ClientBase, Tries, num_tokens, placed
 from jaxoverlap.client.config import DEFAULT_TARGET
 from jaxoverlap.client.methods import READINESS, Stubs, Unary
 from jaxoverlap.client.replies import AbortedIds, Health, Load, ModelInfo, ServerInfo
-from jaxoverlap.errors import AbortedError, JaxOverlapError, ServiceError
+from jaxoverlap.errors import AbortedError, EngineError, JaxOverlapError, ServiceError
 from jaxoverlap.outputs import RequestOutput, StreamDelta
 from jaxoverlap.prompts import ChatPrompt, Prompt, chat_prompts
 from jaxoverlap.request import RequestOptions
@@ -34,7 +34,8 @@ _NOTHING_NOW_SECONDS = 0.01
 class AsyncClient(ClientBase):
     """A service that `jaxoverlap serve` runs. Arguments, methods and errors are those of `Client`.
 
-    It belongs to the event loop in which it is first used. Use it as an asynchronous context manager, or `close` it.
+    It belongs to the event loop in which it is first used; in another one its methods raise EngineError. Use it as an
+    asynchronous context manager, or `close` it.
     """
 
     def __init__(self, target: str = DEFAULT_TARGET, *, progress: bool | None = None, **config: Any) -> None:
@@ -215,13 +216,20 @@ class AsyncClient(ClientBase):
 
     @property
     def _stubs(self) -> Stubs:
+        loop = asyncio.get_running_loop()
         if self._channel is None:  # it takes the event loop that runs now
+            self._loop = loop
             target, options = self.config.target, self.config.channel_options()
             if self._credentials is None:
                 self._channel = grpc.aio.insecure_channel(target, options)
             else:
                 self._channel = grpc.aio.secure_channel(target, self._credentials, options)
             self._channel_stubs = Stubs(self._channel)
+        elif self._loop is not loop:
+            raise EngineError(
+                "this client belongs to the event loop in which it was first used, and that is not the one that runs: "
+                "open one in each, as in each call of asyncio.run"
+            )
         return self._channel_stubs
 
     async def _unary(self, unary: Unary[T]) -> T:

@@ -174,6 +174,11 @@ class ClientBase:
         self._clock = Clock()
         self._closed = False
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} has a connection, and can be neither copied nor pickled: open one where it is used"
+        )
+
     def _ask(
         self,
         prompt: Prompt,

@@ -1,8 +1,9 @@
 """`Client`: the service from a program that waits for its answers.
 
 Calls are grpc's futures: no thread of ours runs, and whoever leaves, by an error, by Ctrl-C or by dropping an iterator,
-cancels what he has started on the way out. A KeyboardInterrupt within grpc could leave its locks taken, and no call of
-this client would come back any more; so Ctrl-C cancels the call that is waited for, and is raised behind it.
+cancels what he has started on the way out. A KeyboardInterrupt within grpc, or what the program's handler of another
+signal raises, could leave its locks taken, and no call of this client would come back any more; so it cancels the call
+that is waited for, and is raised behind it.
 """
 
 from __future__ import annotations
@@ -270,7 +271,8 @@ class Client(ClientBase):
     def close(self) -> None:
         """Cancels what runs and lets go of the connection. Calling it twice is fine."""
         self._closed = True
-        self._channel.close()
+        with interrupt_deferred():
+            self._channel.close()
 
     def __enter__(self) -> Client:
         return self

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import time
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.collector import PromptCollector
+from jaxoverlap.engine.compiling import Compiling
 from jaxoverlap.engine.shared import SharedEngine
 from jaxoverlap.errors import EngineError, JaxOverlapError, QueueFullError
 from jaxoverlap.outputs import RequestOutput
@@ -21,7 +22,6 @@ from jaxoverlap.prompts import Prompt
 from jaxoverlap.request import RequestOptions
 from jaxoverlap.sampling_params import SamplingParams
 
-Compiling = Future[CompiledConstraint]
 _NOTHING_NOW_SECONDS = 0.01
 
 
@@ -42,14 +42,14 @@ class Input:
 
     @property
     def is_ready(self) -> bool:
-        return self.compiling is None or self.compiling.done() or isinstance(self.ids, JaxOverlapError)
+        return self.compiling is None or self.compiling.is_done or isinstance(self.ids, JaxOverlapError)
 
     @property
     def error(self) -> JaxOverlapError | None:
         """Of one that is ready: why it can't go."""
         if isinstance(self.ids, JaxOverlapError):
             return self.ids
-        return None if self.compiling is None else self.compiling.exception()  # type: ignore[return-value]
+        return None if self.compiling is None else self.compiling.error()
 
     def enter(
         self, shared: SharedEngine, finished: deque[PromptCollector], *, streams: bool = False
@@ -81,6 +81,8 @@ def run(
     running: dict[PromptCollector, int] = {}
     entering: dict[int, Input] = {}
     indices = itertools.count()
+    compiled: queue.SimpleQueue[None] = queue.SimpleQueue()
+    """Has something for each input whose grammar has been compiled since it was drawn."""
     exhausted = False
     try:
         while True:
@@ -99,13 +101,14 @@ def run(
                 entering[next(indices)] = given
                 if given.is_ready:
                     yield from _enter(shared, entering, running, finished)
+                elif given.compiling is not None:
+                    given.compiling.when_done(lambda: compiled.put(None))
             yield from _enter(shared, entering, running, finished)
             if not running and not shared.queue_is_full:
                 if entering:
                     if not any(given.is_ready for given in entering.values()):
-                        compiling = [given.compiling for given in entering.values() if given.compiling is not None]
-                        patience = _NOTHING_NOW_SECONDS if asks_again else None
-                        wait(compiling, patience, return_when=FIRST_COMPLETED)
+                        with suppress(queue.Empty):
+                            compiled.get(timeout=_NOTHING_NOW_SECONDS if asks_again else None)
                 elif exhausted:
                     return
                 else:

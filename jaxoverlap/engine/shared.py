@@ -14,13 +14,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
 
 from jaxoverlap.constraint import CompiledConstraint
 from jaxoverlap.engine.collector import PromptCollector
+from jaxoverlap.engine.compiling import Compiling
 from jaxoverlap.engine.engine import Engine
 from jaxoverlap.errors import EngineError
 from jaxoverlap.interrupt import interrupt_deferred
@@ -46,6 +46,7 @@ class SharedEngine:
         self.engine = engine
         self.lock = threading.RLock()
         self.is_closed = False
+        self._closed_because = "this LLM is closed"
         self._tokenizer = tokenizer
         self._stopped_by: BaseException | None = None
         self._waiting: set[int] = set()
@@ -64,16 +65,19 @@ class SharedEngine:
     def queue_is_full(self) -> bool:
         return self.engine.queue_is_full
 
+    def compile_constraint(self, sampling: SamplingParams) -> Compiling | None:
+        """As `Engine.compile_constraint`."""
+        with interrupt_deferred():
+            future = self.engine.compile_constraint(sampling)
+        return None if future is None else Compiling(future)
+
     def check(
-        self,
-        prompt_ids: Sequence[int] | np.ndarray,
-        sampling: SamplingParams,
-        compiling: Future[CompiledConstraint] | None,
+        self, prompt_ids: Sequence[int] | np.ndarray, sampling: SamplingParams, compiling: Compiling | None
     ) -> np.ndarray:
         """The prompt as int32 [prompt_len] if `add` would take it; raises as `add` does.
 
         Args:
-          compiling: what `Engine.compile_constraint` gave for these parameters; it is waited for.
+          compiling: what `compile_constraint` gave for these parameters; it is waited for.
         """
         special_stops(self._tokenizer, sampling)
         prompt = self.engine.check(prompt_ids, sampling)
@@ -94,7 +98,7 @@ class SharedEngine:
     ) -> PromptCollector:
         """Queues a prompt's samples; when the last of them is finished, their collector goes to `finished`.
 
-        Without `compiled` it waits for `Engine.compile_constraint`, and holds up nobody else meanwhile.
+        Without `compiled` it waits for `compile_constraint`, and holds up nobody else meanwhile.
 
         Raises:
           InvalidRequestError, QueueFullError: as `Engine.add_samples`.
@@ -102,7 +106,7 @@ class SharedEngine:
           KeyboardInterrupt: Ctrl-C; nothing is queued.
         """
         special_stops(self._tokenizer, sampling)
-        if compiled is None and (compiling := self.engine.compile_constraint(sampling)) is not None:
+        if compiled is None and (compiling := self.compile_constraint(sampling)) is not None:
             compiled = compiling.result()
         collector = None
         try:
@@ -202,18 +206,33 @@ class SharedEngine:
                 self._callers.pop(sample.request.request_id, None)
                 self.engine.abort(sample.request)
 
-    def close(self, seconds: float = -1.0) -> bool:
-        """Ends all calls with the step under way. False if that takes longer than so many seconds; -1 is no limit."""
+    def close(self, seconds: float | None = None) -> bool:
+        """Ends all calls with the step under way. False if that takes longer than so many seconds; None is no limit.
+
+        Raises:
+          KeyboardInterrupt: Ctrl-C; nothing new begins all the same.
+        """
         self.is_closed = True
-        if not self.lock.acquire(timeout=seconds):
-            return False
-        self._callers.clear()
-        self.lock.release()
+        if seconds is not None:
+            if not self.lock.acquire(timeout=seconds):
+                return False
+            self.lock.release()
+        with self.lock:
+            self._callers.clear()
         return True
+
+    def leave_behind(self) -> None:
+        """In a fork of the process: whoever had the lock is not here, nor are the device's threads."""
+        self.lock = threading.RLock()
+        self.is_closed = True
+        self._closed_because = (
+            "this LLM belongs to the process that this one is a fork of, and can't be used here: open one in each "
+            "process, and start processes by 'spawn', not by 'fork'"
+        )
 
     def check_open(self) -> None:
         if self.is_closed:
-            raise EngineError("this LLM is closed")
+            raise EngineError(self._closed_because)
         if (error := self._stopped_by) is not None:
             text = f"a step was left half done, and the engine must be restarted: {type(error).__name__}: {error}"
             raise EngineError(text) from error

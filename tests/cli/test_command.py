@@ -187,6 +187,40 @@ def test_head_has_read_enough(start):
     assert stderr.startswith(b"on a toy: ") and stderr.count(b"\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["batch", "--help"], ["simulate", "--requests", "1"]])
+def test_what_a_command_has_printed_leaves_it_or_it_says_so(start, arguments):
+    """Also what waits in a buffer until the end."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start(*arguments, stdout=writer)
+    os.close(writer)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (141, b"")
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "wb") as full:
+            process = start(*arguments, stdout=full)
+            _, stderr = process.communicate(timeout=60)
+        assert (process.returncode, stderr) == (2, b"error: No space left on device\n")
+
+
+@pytest.mark.parametrize("command", ["generate", "batch"])
+@pytest.mark.parametrize("gone", ["its reader", "its disk"])
+def test_a_standard_error_that_takes_nothing_is_no_reason_to_end(start, tmp_path, command, gone):
+    source = write_lines(tmp_path / "in", item("a"))
+    args = ["generate", "Once"] if command == "generate" else ["batch", "-i", source, "-o", "-"]
+    if gone == "its disk":
+        if not os.path.exists("/dev/full"):
+            pytest.skip("Linux only")
+        writer = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+    process = start(*args, stderr=writer)
+    os.close(writer)
+    stdout, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and stdout.endswith(b"\n")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux only")
 @pytest.mark.parametrize("command", ["generate", "batch"])
 def test_a_full_disk(start, tmp_path, command):

@@ -1,7 +1,8 @@
-"""Ctrl-C at any moment: grpc's locks are free afterwards, and the client can be used on."""
+"""Ctrl-C at any moment, or SIGTERM: grpc's locks are free afterwards, and the client can be used on."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -12,7 +13,6 @@ import pytest
 
 from jaxoverlap import Client, SamplingParams
 from tests.client.fake_server import PATIENCE
-from tests.test_interrupt import press_ctrl_c
 
 LOCKED = ("grpc/_channel.py", "grpc/_common.py", "/threading.py")
 CALLS: dict[str, Callable[[Client], Any]] = {
@@ -30,13 +30,13 @@ def client(server) -> Iterator[Client]:
         yield client
 
 
-class CtrlCAtLine:
+class SignalAtLine:
     """Comes when this thread gets to a line, counted from 0, of what deals with grpc's locks."""
 
-    def __init__(self, line: int) -> None:
-        self.lines_left = line + 1
+    def __init__(self, number: int, line: int) -> None:
+        self.number, self.lines_left = number, line + 1
 
-    def __enter__(self) -> CtrlCAtLine:
+    def __enter__(self) -> SignalAtLine:
         sys.settrace(self._trace)
         return self
 
@@ -49,7 +49,7 @@ class CtrlCAtLine:
         if event == "line":
             self.lines_left -= 1
             if self.lines_left == 0:
-                press_ctrl_c()
+                os.kill(os.getpid(), self.number)
         return self._trace
 
 
@@ -67,16 +67,29 @@ def soon():
     signal.signal(signal.SIGALRM, usual)
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_ctrl_c_at_any_line_leaves_a_client_that_works(client, name, soon):
+def assert_no_line_leaves_a_client_that_hangs(client, call, number, raised):
     interrupted = 0
     for line in range(150):
-        with CtrlCAtLine(line) as ctrl_c:
+        with SignalAtLine(number, line) as at:
             try:
-                CALLS[name](client)
-            except KeyboardInterrupt:
+                call(client)
+            except raised:
                 interrupted += 1
             else:
-                assert ctrl_c.lines_left > 0, f"the one at line {line} was lost"
+                assert at.lines_left > 0, f"the one at line {line} was lost"
         assert client.generate("more")[0].text == "<more>", line
     assert interrupted > 30
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_ctrl_c_at_any_line_leaves_a_client_that_works(client, name, soon):
+    assert_no_line_leaves_a_client_that_hangs(client, CALLS[name], signal.SIGINT, KeyboardInterrupt)
+
+
+@pytest.mark.parametrize("name", ["stream", "tokenize"])
+def test_a_handler_of_sigterm_that_ends_the_program_leaves_a_client_that_works(client, name, soon):
+    usual = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        assert_no_line_leaves_a_client_that_hangs(client, CALLS[name], signal.SIGTERM, SystemExit)
+    finally:
+        signal.signal(signal.SIGTERM, usual)

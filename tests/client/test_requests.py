@@ -248,3 +248,18 @@ def test_inputs_of_a_wrong_form_are_answered_with_what_is_wrong(client, server):
         list(client.generate_each(inputs, window=-1))
     with pytest.raises(InvalidRequestError, match=r"sampling_params: \{'temperature': 0\}"):
         client.stream("abc", {"temperature": 0})
+
+
+def test_in_another_event_loop_a_client_says_whose_it_is(server):
+    client = AsyncClient(server.target, progress=False)
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+    try:
+        assert first.run_until_complete(client.generate("abc"))[0].text == "<abc>"
+        for _ in range(2):
+            with pytest.raises(EngineError, match="event loop in which it was first used"):
+                second.run_until_complete(client.generate("abc"))
+        assert first.run_until_complete(client.generate("abc"))[0].text == "<abc>"
+        first.run_until_complete(client.close())
+    finally:
+        first.close()
+        second.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import threading
 import time
@@ -104,7 +105,62 @@ def test_ctrl_c_is_not_lost_where_a_prompt_is_refused(llm):  # noqa: F811
     assert_usable(llm)
 
 
-def test_a_step_that_a_programs_own_handler_stops_half_way_ends_the_engine(llm):  # noqa: F811
+@pytest.mark.parametrize("name", ["SIGALRM", "SIGTERM"])
+def test_what_a_programs_handler_of_a_signal_raises_leaves_no_step_half_done(llm, name):  # noqa: F811
+    class Late(Exception):
+        pass
+
+    def late(*_):
+        raise Late
+
+    number = getattr(signal, name)
+    usual = signal.signal(number, late)
+    try:
+        before(llm.engine.loop.scheduler, "commit", lambda: os.kill(os.getpid(), number))
+        with pytest.raises(Late):
+            llm.generate([[5], [6]], LONG)
+        assert_usable(llm)
+    finally:
+        signal.signal(number, usual)
+
+
+def test_a_close_that_ctrl_c_ends_can_be_done_again(llm):  # noqa: F811
+    let_go, in_step, goes_on = [], threading.Event(), threading.Event()
+    llm.runner.release = lambda: let_go.append(True)
+
+    def work():
+        with pytest.raises(EngineError, match="closed"):
+            llm.generate([5], LONG)
+
+    before(llm.engine.loop.scheduler, "commit", lambda: (in_step.set(), goes_on.wait(30)))
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert in_step.wait(30)
+    threading.Timer(0.1, press_ctrl_c).start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.close()
+    assert not let_go
+    goes_on.set()
+    for _ in range(2):
+        llm.close()
+        assert let_go == [True]
+    thread.join(30)
+
+
+def test_a_handler_that_closes_an_llm_does_so_between_two_steps(llm):  # noqa: F811
+    """As one of SIGTERM may, and then lets the program go on."""
+    inside = []
+    before(llm.engine.loop.scheduler, "commit", lambda: os.kill(os.getpid(), signal.SIGTERM))
+    usual = signal.signal(signal.SIGTERM, lambda *_: (inside.append(llm._shared._is_busy), llm.close()))
+    try:
+        with pytest.raises(EngineError, match="closed"):
+            llm.generate([5], LONG)
+    finally:
+        signal.signal(signal.SIGTERM, usual)
+    assert inside == [False]
+
+
+def test_a_step_that_something_stops_half_way_ends_the_engine(llm):  # noqa: F811
     class Stop(BaseException):
         pass
 
