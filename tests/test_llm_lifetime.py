@@ -150,6 +150,6 @@ def test_a_fork_is_refused_at_once_and_ends_on_its_own():
 def test_an_llm_and_a_client_say_that_they_can_not_be_copied(monkeypatch, way):
     monkeypatch.setattr(llm_module, "build_engine", toy_build)
     with LLM(max_running=2, progress=False) as llm, Client("127.0.0.1:1") as client:
-        for one, name in ((llm, "an LLM"), (client, "a Client"), (AsyncClient("127.0.0.1:1"), "an AsyncClient")):
+        for one, name in ((llm, "an LLM"), (client, "Client"), (AsyncClient("127.0.0.1:1"), "AsyncClient")):
             with pytest.raises(TypeError, match=f"{name} .* neither copied nor pickled"):
                 way(one)

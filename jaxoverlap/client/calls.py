@@ -175,9 +175,8 @@ class ClientBase:
         self._closed = False
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} has a connection, and can be neither copied nor pickled: open one where it is used"
-        )
+        name = type(self).__name__
+        raise TypeError(f"{name} has a connection, and can be neither copied nor pickled: open one where it is used")
 
     def _ask(
         self,
