@@ -64,7 +64,8 @@ def bench(
 ) -> int:
     """Run benchmarks of a checkout, from its root. Suites print their tables as they go.
 
-    The results have the environment they were measured in: date, git revision, versions, cores.
+    The results have the environment they were measured in: date, git revision, versions, cores. After Ctrl-C --json has
+    those of the suites that are done.
 
     Exit codes: 0 done, 1 a suite has failed, 2 they are not here, or an error.
     """
@@ -74,13 +75,15 @@ def bench(
     root = _root()
     old = _read(compare) if compare is not None else None
     results: dict[str, Any] = {}
-    for name in suites:
-        command.say(f"== {name}")
-        result = _run(SUITES[name], (arguments or "").split(), root)
-        if result is not None:
-            results[name] = result
-    if as_json is not None:
-        command.write_text(as_json, json.dumps(results, indent=2) + "\n")
+    try:
+        for name in suites:
+            command.say(f"== {name}")
+            result = _run(SUITES[name], (arguments or "").split(), root)
+            if result is not None:
+                results[name] = result
+    finally:
+        if as_json is not None:
+            command.write_text(as_json, json.dumps(results, indent=2) + "\n")
     ratios = {} if old is None else compared(old, results)
     if old is not None:
         print(to_markdown(ratios))

@@ -71,6 +71,12 @@ def test_a_suite_that_fails_does_not_hold_up_the_report(cli, checkout):
     assert json.loads((checkout / "r.json").read_text()) == {}
 
 
+def test_ctrl_c_in_a_suite_keeps_the_results_of_those_before_it(cli, checkout):
+    (checkout / "benchmarks" / "bench_wishes.py").write_text("import os, signal; os.kill(os.getppid(), signal.SIGINT)")
+    assert cli("bench", "host", "wishes", "--json", "out.json").exit_code == 130
+    assert list(json.loads((checkout / "out.json").read_text())) == ["host"]
+
+
 def test_what_is_not_here_is_said(cli, checkout, tmp_path_factory, monkeypatch):
     assert "no such suite; there are overlap, host" in cli("bench", "speed").stderr
     (checkout / "bad.json").write_text("[]")
