@@ -128,7 +128,10 @@ class Tokenizer:
         """
         if any(token_id < 0 for token_id in ids):
             raise InvalidRequestError("ids", min(ids), "token ids are 0 or more")
-        return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        try:
+            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:  # an id beyond 32 bits
+            return self.decode([token_id for token_id in ids if token_id < 2**32], skip_special_tokens)
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The bytes one token stands for inside a text, or None beyond the vocabulary.
@@ -147,7 +150,7 @@ class Tokenizer:
 
     def is_byte_token(self, token_id: int) -> bool:
         """The token is one byte in writing, such as `<0x0A>` (tokenizers with byte fallback)."""
-        token = self.backend.id_to_token(token_id)
+        token = self._token(token_id)
         return not self.has_byte_alphabet and token is not None and _BYTE_TOKEN.fullmatch(token) is not None
 
     def apply_chat_template(self, chat: ChatPrompt) -> list[int]:
@@ -167,8 +170,12 @@ class Tokenizer:
             raise UnsupportedError("this model has no chat template; give the prompt as text or token ids")
         return self._chat_template.render(chat)
 
+    def _token(self, token_id: int) -> str | None:
+        """None beyond the vocabulary."""
+        return self.backend.id_to_token(token_id) if 0 <= token_id < 2**32 else None
+
     def _find_bytes(self, token_id: int) -> bytes | None:
-        token = self.backend.id_to_token(token_id) if token_id >= 0 else None
+        token = self._token(token_id)
         if token is None:
             return None
         if self.has_byte_alphabet:

@@ -369,8 +369,8 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing():
     tokenizer = Tokenizer(make_tokenizer())
     ids = tokenizer.encode("hello")
     assert tokenizer.vocab_size == max(tokenizer.backend.get_vocab().values()) + 1
-    assert tokenizer.decode([*ids, tokenizer.vocab_size, 2**31 - 1]) == "hello"
-    assert tokenizer.token_bytes(tokenizer.vocab_size) is None
+    assert tokenizer.decode([*ids, tokenizer.vocab_size, 2**31 - 1, 2**32, 2**70]) == "hello"
+    assert tokenizer.token_bytes(tokenizer.vocab_size) is None and tokenizer.token_bytes(2**32) is None
     with pytest.raises(InvalidRequestError, match="ids: -1"):
         tokenizer.decode([*ids, -1])
 
