@@ -19,8 +19,8 @@ from rich.progress import Progress
 from jaxoverlap import LLM, display
 from jaxoverlap import llm as llm_module
 from tests.fakes import oracle
+from tests.interrupts import press_ctrl_c
 from tests.server.rig import eventually
-from tests.test_interrupt import press_ctrl_c
 from tests.test_llm import GREEDY, toy_build
 
 ROOT = Path(__file__).parents[1]

@@ -10,11 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from jaxoverlap.interrupt import interrupt_deferred
-
-
-def press_ctrl_c(times=1):
-    for _ in range(times):
-        os.kill(os.getpid(), signal.SIGINT)
+from tests.interrupts import press_ctrl_c
 
 
 def test_ctrl_c_waits_for_the_end_however_often_it_comes():

@@ -5,21 +5,20 @@ from __future__ import annotations
 import json
 import queue
 import re
-import sys
+import signal
 import threading
 from concurrent.futures import Future
 from functools import partial
 from threading import Timer
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from jaxoverlap import LLM, EngineError, FinishReason, InvalidRequestError, SamplingParams, StructuredOutput
 from jaxoverlap import llm as llm_module
 from tests.cli.toy import build_engine
-from tests.test_interrupt import press_ctrl_c
+from tests.interrupts import SignalAtLine
 
+LOCKED = ("/concurrent/futures/_base.py", "/threading.py")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["ann", "bob"]}, "age": {"type": "integer", "minimum": 0, "maximum": 130}},
@@ -183,29 +182,6 @@ def test_a_closed_one_compiles_nothing(llm):
         llm.generate("x", params(regex="b"))
 
 
-class CtrlCAtLine:
-    """Comes when this thread gets to a line, counted from 0, of what deals with the locks of futures and threads."""
-
-    def __init__(self, line: int) -> None:
-        self.lines_left = line + 1
-
-    def __enter__(self) -> CtrlCAtLine:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("/concurrent/futures/_base.py", "/threading.py")):
-            return None
-        if event == "line":
-            self.lines_left -= 1
-            if self.lines_left == 0:
-                press_ctrl_c()
-        return self._trace
-
-
 @pytest.mark.parametrize("call", ["generate", "generate_each", "stream"])
 def test_ctrl_c_at_any_line_of_a_future_holds_up_nobody(llm, call):
     """Other threads compile, and this one goes on."""
@@ -223,7 +199,7 @@ def test_ctrl_c_at_any_line_of_a_future_holds_up_nobody(llm, call):
 
     line, interrupted = 0, 0
     while True:
-        with CtrlCAtLine(line) as ctrl_c:
+        with SignalAtLine(signal.SIGINT, line, LOCKED) as ctrl_c:
             try:
                 calls[call](params(regex=f"[a-c]{{2}}d{{{line + 1}}}"))
             except KeyboardInterrupt:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from types import FrameType
 from typing import Any
 
 import pytest
 
 from jaxoverlap import Client, SamplingParams
 from tests.client.fake_server import PATIENCE
+from tests.interrupts import SignalAtLine
 
 LOCKED = ("grpc/_channel.py", "grpc/_common.py", "/threading.py")
 CALLS: dict[str, Callable[[Client], Any]] = {
@@ -28,29 +27,6 @@ def client(server) -> Iterator[Client]:
     with Client(server.target, progress=False) as client:
         assert client.tokenize("abc")
         yield client
-
-
-class SignalAtLine:
-    """Comes when this thread gets to a line, counted from 0, of what deals with grpc's locks."""
-
-    def __init__(self, number: int, line: int) -> None:
-        self.number, self.lines_left = number, line + 1
-
-    def __enter__(self) -> SignalAtLine:
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        sys.settrace(None)
-
-    def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(LOCKED):
-            return None
-        if event == "line":
-            self.lines_left -= 1
-            if self.lines_left == 0:
-                os.kill(os.getpid(), self.number)
-        return self._trace
 
 
 @pytest.fixture
@@ -70,7 +46,7 @@ def soon():
 def assert_no_line_leaves_a_client_that_hangs(client, call, number, raised):
     interrupted = 0
     for line in range(150):
-        with SignalAtLine(number, line) as at:
+        with SignalAtLine(number, line, LOCKED) as at:
             try:
                 call(client)
             except raised:

@@ -16,7 +16,7 @@ from jaxoverlap import LLM, EngineError, SamplingParams
 from jaxoverlap import llm as llm_module
 from jaxoverlap.engine.collector import PromptCollector
 from tests.fakes import oracle
-from tests.test_interrupt import press_ctrl_c
+from tests.interrupts import press_ctrl_c
 from tests.test_llm import GREEDY, llm, toy_build  # noqa: F401
 
 LONG = SamplingParams(temperature=0, seed=1, max_tokens=100, ignore_eos=True)
